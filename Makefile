@@ -1,0 +1,50 @@
+# Every target sets up what it needs. PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+help:
+	@echo "make demo     generate a text (creates $(VENV) on first use)"
+	@echo "make test     run the tests (no GPU needed)"
+	@echo "make check    ruff (lint and format) and strict mypy"
+	@echo "make format   let ruff rewrite what it can"
+	@echo "make clean    remove $(VENV) and caches"
+
+demo: $(VENV)/.core
+	@$(BIN)/warpline generate "The meaning of life is" --model random:gpt2 --max-new-tokens 40 --seed 7
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The stamps depend on pyproject.toml alone: an editable install needs no repetition when code changes.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "warpline needs Python 3.11 or newer: call make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "could not create $(VENV): install the venv module (Debian: apt install python3-venv)"; exit 1; }
+
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	@echo "Installing warpline into $(VENV) (once; torch is large)"
+	$(PIP) install --progress-bar on -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "Installing warpline and its development tools into $(VENV) (once)"
+	$(PIP) install --progress-bar on -e ".[dev]"
+	@touch $@ $(VENV)/.core

@@ -1,0 +1,54 @@
+"""GPT-2 inference at the speed of memory, and the instruments that prove it.
+
+Public names are loaded on first use, so that ``import warpline`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from warpline.config import EngineConfig, ModelConfig, SamplingParams
+    from warpline.engine.engine import LLM, Stream
+    from warpline.engine.sequence import Completion, Timings, TokenLogprob
+    from warpline.errors import WarplineError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "warpline.engine.engine",
+    "Stream": "warpline.engine.engine",
+    "Completion": "warpline.engine.sequence",
+    "Timings": "warpline.engine.sequence",
+    "TokenLogprob": "warpline.engine.sequence",
+    "EngineConfig": "warpline.config",
+    "ModelConfig": "warpline.config",
+    "SamplingParams": "warpline.config",
+    "WarplineError": "warpline.errors",
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "EngineConfig",
+    "ModelConfig",
+    "SamplingParams",
+    "Stream",
+    "Timings",
+    "TokenLogprob",
+    "WarplineError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'warpline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,47 @@
+"""`warpline doctor`: what this machine has, and what would make it faster."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from warpline.hardware import Device
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what this machine has and what would make it faster; measures memory bandwidth and remembers it."""
+    from warpline import survey
+
+    found = survey.take()
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for device in found.devices:
+        table.add_row("GPU" if device.kind == "cuda" else "CPU", _describe(device))
+    if len(found.devices) == 1:
+        table.add_row("GPU", "none that torch can use")
+    for name, version in found.software.items():
+        table.add_row(name, version or "not found")
+    table.add_row("cache", f"{found.cache_folder} ({found.cache_bytes / 1e6:,.1f} MB)")
+    console = Console(highlight=False)
+    console.print(table)
+    for line in found.advice:
+        console.print(f"\n→ {line}", soft_wrap=True)
+
+
+def _describe(device: Device) -> str:
+    unit = "SMs" if device.kind == "cuda" else "cores"
+    memory = f"{device.memory_gb:,.0f} GB" if device.memory_gb is not None else "memory n/a"
+    spec = f"{device.spec_bandwidth:,.0f} GB/s by its datasheet" if device.spec_bandwidth is not None else "spec n/a"
+    measured = f"{device.measured_bandwidth:,.1f} GB/s read, measured" if device.measured_bandwidth else "not measured"
+    return f"{device.name} ({device.arch}, {device.units} {unit}, {memory}; {measured}, {spec})"

@@ -1,0 +1,60 @@
+"""`warpline models`: what can be run by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from warpline.config import FAMILY
+from warpline.model import cost, parameters
+
+
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the models that have a name, with their sizes and the bytes one decoded token must read."""
+    rows = [_row(name) for name in FAMILY]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    table.add_column("name", no_wrap=True)
+    for title in ("layers", "width", "heads", "parameters", "fp32", "fp16"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("hub id")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            str(row["n_layer"]),
+            str(row["n_embd"]),
+            str(row["n_head"]),
+            f"{row['parameters'] / 1e6:,.1f} M",
+            f"{row['bytes_per_token']['fp32'] / 1e6:,.1f}",
+            f"{row['bytes_per_token']['fp16'] / 1e6:,.1f}",
+            row["hub_id"],
+        )
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print(
+        "\nfp32, fp16: MB that one decoded token must read. The names download from the hub\n"
+        "(pip install 'warpline[hub]'). Also: a folder, a .safetensors file, any hub id, or random\n"
+        "weights: random:gpt2, random:gpt2-xl,seed=3, random:n_layer=2,n_head=2,n_embd=128."
+    )
+
+
+def _row(name: str) -> dict[str, Any]:
+    hub_id, config = FAMILY[name]
+    return {
+        "name": name,
+        "hub_id": hub_id,
+        "n_layer": config.n_layer,
+        "n_embd": config.n_embd,
+        "n_head": config.n_head,
+        "n_positions": config.n_positions,
+        "parameters": parameters.count(config),
+        "bytes_per_token": {dtype: cost.total_bytes(cost.decode(config, dtype)) for dtype in ("fp32", "fp16")},
+    }

@@ -1,0 +1,221 @@
+"""What can be configured: the model's shape, how to sample, how to run. Frozen and validated on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from warpline.errors import ConfigError, ModelError, one_of
+
+#: Storage types and their bytes per element.
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+DEVICES = ("auto", "cpu", "cuda")
+#: Activation names of Hugging Face configs, by the function they mean.
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a GPT-2. Field names are those of the checkpoints' config.json."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
+    eos_token_id: int | None = 50256
+    #: A position sees itself and the `window - 1` positions before it; None sees all.
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "inner"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value > 0, f"{name} must be a positive whole number, not {value!r}")
+        _require(self.n_embd % self.n_head == 0, f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        if self.eos_token_id is not None and not 0 <= self.eos_token_id < self.vocab_size:
+            # Small test models keep GPT-2's default id beyond their vocabulary: it can never be drawn.
+            object.__setattr__(self, "eos_token_id", None)
+        _require(self.layer_norm_epsilon > 0, f"layer_norm_epsilon must be positive, not {self.layer_norm_epsilon!r}")
+        one_of(self.activation_function, ACTIVATIONS, "activation_function")
+        window = self.window
+        _require(
+            window is None or (_is_int(window) and window > 0),
+            f"window must be a positive number of positions, not {window!r}",
+        )
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.n_embd // self.n_head
+
+    def attention_scale(self, layer: int) -> float:
+        """What the scores of `layer` are multiplied with."""
+        scale = 1 / math.sqrt(self.head_size) if self.scale_attn_weights else 1.0
+        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], source: str) -> ModelConfig:
+        """Read a Hugging Face config.json that was found at `source`."""
+        kind = raw.get("model_type")
+        if kind != "gpt2":
+            raise ModelError(f"{source} is a '{kind}' model, not gpt2: Warpline runs GPT-2-architecture models only")
+        if raw.get("add_cross_attention"):
+            raise ModelError(f"{source} has cross-attention layers, which Warpline does not run")
+        names = [name for name in cls.__dataclass_fields__ if name != "window"]
+        try:
+            return cls(**{name: raw[name] for name in names if name in raw})
+        except (ConfigError, TypeError) as error:
+            raise ModelError(f"{source}: config.json: {error}") from error
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that `transformers` reads as this model."""
+        names = [name for name in self.__dataclass_fields__ if name != "window"]
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            **{name: getattr(self, name) for name in names},
+            "bos_token_id": self.eos_token_id,
+        }
+
+
+def _gpt2(n_layer: int, n_embd: int, n_head: int) -> ModelConfig:
+    return ModelConfig(n_layer=n_layer, n_embd=n_embd, n_head=n_head)
+
+
+#: The published family: name → (hub id, shape).
+FAMILY: dict[str, tuple[str, ModelConfig]] = {
+    "distilgpt2": ("distilbert/distilgpt2", _gpt2(6, 768, 12)),
+    "gpt2": ("openai-community/gpt2", _gpt2(12, 768, 12)),
+    "gpt2-medium": ("openai-community/gpt2-medium", _gpt2(24, 1024, 16)),
+    "gpt2-large": ("openai-community/gpt2-large", _gpt2(36, 1280, 20)),
+    "gpt2-xl": ("openai-community/gpt2-xl", _gpt2(48, 1600, 25)),
+    "DialoGPT-small": ("microsoft/DialoGPT-small", _gpt2(12, 768, 12)),
+    "DialoGPT-medium": ("microsoft/DialoGPT-medium", _gpt2(24, 1024, 16)),
+    "DialoGPT-large": ("microsoft/DialoGPT-large", _gpt2(36, 1280, 20)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn, and when to stop.
+
+    The order is repetition_penalty, min_tokens, temperature, top_k, top_p, min_p, as in `transformers`.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    #: 0 is greedy: always the likeliest token.
+    temperature: float = 0.8
+    #: Keep the k likeliest tokens; 0 keeps all.
+    top_k: int = 0
+    #: Keep the smallest set of tokens that holds this probability.
+    top_p: float = 0.95
+    #: Keep tokens at least this likely relative to the likeliest.
+    min_p: float = 0.0
+    #: Above 1, tokens already in the text become less likely.
+    repetition_penalty: float = 1.0
+    #: The same seed gives the same text; None draws a fresh one.
+    seed: int | None = None
+    #: Texts that end the completion; they are not part of it.
+    stop: Sequence[str] | str = ()
+    ignore_eos: bool = False
+    #: Completions per prompt.
+    n: int = 1
+    #: Return the log-probability of each token and of this many likeliest ones; None returns nothing.
+    logprobs: int | None = None
+    #: Another name for max_tokens.
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None:
+            default = SamplingParams.__dataclass_fields__["max_tokens"].default
+            _require(
+                self.max_tokens in (default, self.max_new_tokens),
+                "max_tokens and max_new_tokens are two names of one setting: give one of them",
+            )
+            object.__setattr__(self, "max_tokens", self.max_new_tokens)
+            object.__setattr__(self, "max_new_tokens", None)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("n", 1)):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= least, f"{name} must be a whole number ≥ {least}, not {value!r}")
+        _require(self.min_tokens <= self.max_tokens, f"min_tokens {self.min_tokens} exceeds max_tokens")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature must be ≥ 0 (0 is greedy), not {self.temperature}",
+        )
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            f"repetition_penalty must be positive, not {self.repetition_penalty}",
+        )
+        seed = self.seed
+        _require(
+            seed is None or (_is_int(seed) and 0 <= seed < 2**64),
+            f"seed must be a whole number in [0, 2^64), not {seed!r}",
+        )
+        _require(all(isinstance(text, str) and text for text in stop), "stop takes texts, none of them empty")
+        logprobs = self.logprobs
+        _require(
+            logprobs is None or (_is_int(logprobs) and 0 <= logprobs <= 100),
+            f"logprobs must be between 0 and 100, not {logprobs!r}",
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts, always as a tuple."""
+        return tuple(self.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Where and how to run. "auto" picks what is best on this machine and says what it picked."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    executor: str = "auto"
+    #: Attend to this many positions only; None keeps the model's own setting.
+    window: int | None = None
+    #: Sequences decoded together; more prompts than this run in turns.
+    max_batch: int = 32
+
+    def __post_init__(self) -> None:
+        name, _, index = self.device.partition(":")
+        one_of(name, DEVICES, "device")
+        _require(not index or (name == "cuda" and index.isdecimal()), f"unknown device '{self.device}': use cuda:0")
+        one_of(self.dtype, ("auto", *DTYPE_BYTES), "dtype")
+        window = self.window
+        _require(window is None or (_is_int(window) and window > 0), f"window must be at least 1, not {window!r}")
+        _require(_is_int(self.max_batch) and self.max_batch > 0, f"max_batch must be at least 1, not {self.max_batch}")

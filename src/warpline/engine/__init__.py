@@ -1,0 +1,1 @@
+"""How tokens come out: state, executors, and the loop that drives them."""

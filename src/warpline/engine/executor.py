@@ -1,0 +1,62 @@
+"""The interface between the engine and whatever computes: `prefill`, `decode`, and the choice among executors."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from abc import ABC, abstractmethod
+
+import torch
+
+from warpline.engine.state import State
+from warpline.errors import one_of
+from warpline.model.weights import TORCH_DTYPES, Weights
+
+#: Every executor and its home; loaded when chosen.
+EXECUTORS = {"torch": "warpline.engine.torch_exec:TorchExecutor"}
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(ABC):
+    """Computes tokens. Reads and writes `State`; keeps nothing of a request itself."""
+
+    name: str
+    #: Tokens to decode between two looks of the host.
+    chunk: int = 1
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        self.config, self.device, self.dtype = weights.config, device, dtype
+
+    def allocate(self, rows: int, capacity: int) -> State:
+        """Buffers for a batch."""
+        return State(self.config, rows, capacity, device=self.device, dtype=TORCH_DTYPES[self.dtype])
+
+    @abstractmethod
+    def prefill(self, state: State) -> None:
+        """Run the prompts that `state.begin` took in, and append each row's first token."""
+
+    @abstractmethod
+    def decode(self, state: State, n: int) -> None:
+        """Append `n` more tokens to every row that is not done. May return before the device has finished."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def choose(name: str) -> str:
+    """Resolve "auto" and check the name."""
+    one_of(name, ("auto", *EXECUTORS), "executor")
+    if name != "auto":
+        return name
+    logger.info("executor auto → torch: the only one there is so far")
+    return "torch"
+
+
+def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
+    """Make the executor called `name`."""
+    module, _, attribute = EXECUTORS[name].partition(":")
+    kind: type[Executor] = getattr(importlib.import_module(module), attribute)
+    return kind(weights, device, dtype)

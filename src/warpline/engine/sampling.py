@@ -1,0 +1,91 @@
+"""From logits to the next token, for executors that sample in torch. No host synchronisation, no shared generator.
+
+What happens to one row never depends on the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from warpline.engine.state import State
+
+
+def advance(state: State, logits: Tensor) -> None:
+    """Choose each row's next token from `logits` [B, V] and append it, unless the row is done."""
+    batch = state.batch
+    length, done = state.length[:batch], state.done[:batch]
+    row = torch.arange(batch, device=logits.device)
+    # A done row may stand at the last slot: it writes back what is there.
+    slot = length.clamp(max=state.capacity - 1)
+
+    raw = logits.float()
+    token = choose(adjust(raw, state), state, state.uniform[row, slot])
+    token = torch.where(done, state.tokens[row, slot], token)
+    state.tokens[row, slot] = token
+    if state.logprob is not None and state.top_logprob is not None and state.top_token is not None:
+        logprob = raw.log_softmax(dim=-1)
+        state.logprob[row, slot] = logprob[row, token]
+        state.top_logprob[row, slot], state.top_token[row, slot] = logprob.topk(state.top_logprob.shape[-1], dim=-1)
+
+    length += ~done
+    eos = state.config.eos_token_id
+    if eos is not None:
+        done |= (token == eos) & state.stops_at_eos[:batch]
+    done |= length >= state.limit[:batch]
+    state.longest = min(state.longest + 1, state.capacity)
+
+
+def adjust(logits: Tensor, state: State) -> Tensor:
+    """Repetition penalty, and no end of text before its time. These act on greedy decoding as well."""
+    batch, vocab = logits.shape
+    length, needs, eos = state.length[:batch], state.needs, state.config.eos_token_id
+    if needs.penalty:
+        span = torch.arange(state.longest, device=logits.device)
+        ids = state.tokens[:batch, : state.longest].where(span < length[:, None], vocab)
+        seen = torch.zeros(batch, vocab + 1, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)[:, :vocab]
+        penalty = state.penalty[:batch, None]
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if needs.min_length and eos is not None:
+        early = (length < state.min_length[:batch]) & state.stops_at_eos[:batch]
+        logits = logits.clone()
+        logits[:, eos] = torch.where(early, -torch.inf, logits[:, eos])
+    return logits
+
+
+def choose(logits: Tensor, state: State, uniform: Tensor) -> Tensor:
+    """Greedy rows take the likeliest token; the others invert the distribution at `uniform` [B]."""
+    likeliest = logits.argmax(dim=-1)
+    if not state.needs.random:
+        return likeliest
+    temperature = state.temperature[: len(logits)]
+    probability = truncate(logits / temperature.where(temperature > 0, 1)[:, None], state).softmax(dim=-1)
+    # The first token at which the running sum exceeds uniform × total. As uniform < 1 the product stays below the
+    # total, and a token of probability 0 never makes the sum exceed anything, so neither can be drawn wrongly.
+    total = probability.cumsum(dim=-1)
+    drawn = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)[:, 0]
+    return torch.where(temperature > 0, drawn, likeliest)
+
+
+def truncate(scaled: Tensor, state: State) -> Tensor:
+    """Top-k, top-p and min-p, in this order: what is cut becomes -inf. Equally likely tokens stay or go together."""
+    batch, vocab = scaled.shape
+    needs = state.needs
+    if needs.top_k or needs.top_p:
+        ranked = scaled.sort(dim=-1, descending=True).values
+        if needs.top_k:
+            last = ranked.gather(1, state.top_k[:batch, None].clamp(max=vocab) - 1)
+            scaled = scaled.masked_fill(scaled < last, -torch.inf)
+            ranked = ranked.masked_fill(ranked < last, -torch.inf)
+        if needs.top_p:
+            probability = ranked.softmax(dim=-1)
+            before = probability.cumsum(dim=-1) - probability  # mass of the likelier tokens
+            top_p = state.top_p[:batch, None]
+            kept = (before < top_p) | (top_p >= 1)
+            last = ranked.where(kept, torch.inf).amin(dim=-1, keepdim=True)
+            scaled = scaled.masked_fill(scaled < last, -torch.inf)
+    if needs.min_p:
+        # p ≥ min_p · p_max, in logarithms
+        floor = scaled.amax(dim=-1, keepdim=True) + state.min_p[:batch, None].log()
+        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
+    return scaled

@@ -1,0 +1,156 @@
+"""Everything a running batch needs, on the device, allocated once and used again by the next request.
+
+An executor reads the newest token and its position here and writes the next one here, so nothing is handed over
+per token. Row b of `tokens` holds its prompt and then what was generated; `length[b]` says how much of it is valid.
+Randomness is a table: `uniform[b, t]` in [0, 1) decides the token at position t. It follows from (seed, sample)
+alone, so a row draws the same whatever it is batched with, and no executor needs a generator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpline.config import ModelConfig, SamplingParams
+from warpline.model.gpt2 import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row to be generated."""
+
+    prompt: Rows[int]
+    params: SamplingParams
+    seed: int
+    sample: int  # which of the n completions of the prompt
+    limit: int  # length at which the row ends, prompt included
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which sampling stages the batch uses at all; known on the host, so that unused ones cost nothing."""
+
+    penalty: bool
+    min_length: bool
+    random: bool
+    top_k: bool
+    top_p: bool
+    min_p: bool
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the host sees after a chunk: the tokens behind `first` and how far each row is."""
+
+    first: int
+    length: np.ndarray
+    tokens: np.ndarray  # [B, tokens since first]
+    logprob: np.ndarray | None  # [B, tokens since first]
+    top_logprob: np.ndarray | None  # [B, tokens since first, K]
+    top_token: np.ndarray | None
+
+
+class State:
+    """Device buffers for up to `rows` sequences of up to `capacity` positions."""
+
+    def __init__(self, config: ModelConfig, rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
+        self.config, self.rows, self.capacity, self.device = config, rows, capacity, device
+        self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
+        self.tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
+        self.uniform = torch.zeros(rows, capacity, device=device)
+        self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.limit = torch.zeros_like(self.length)
+        self.min_length = torch.zeros_like(self.length)
+        self.top_k = torch.zeros_like(self.length)
+        self.temperature = torch.zeros(rows, device=device)
+        self.top_p = torch.zeros_like(self.temperature)
+        self.min_p = torch.zeros_like(self.temperature)
+        self.penalty = torch.zeros_like(self.temperature)
+        self.stops_at_eos = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.done = torch.zeros_like(self.stops_at_eos)
+        self.logprob: Tensor | None = None
+        self.top_logprob: Tensor | None = None
+        self.top_token: Tensor | None = None
+        self.batch = 0
+        self.longest = 0  # no row is longer; known on the host without asking the device
+        self.needs = Needs(False, False, False, False, False, False, None)
+
+    def fits(self, rows: int, capacity: int) -> bool:
+        """Whether a batch of this size can be begun here."""
+        return rows <= self.rows and capacity <= self.capacity
+
+    def begin(self, requests: Rows[Request]) -> None:
+        """Take in a new batch; nothing of the last one is left."""
+        batch, params = len(requests), [request.params for request in requests]
+        self.batch = batch
+        self.longest = max(len(request.prompt) for request in requests)
+        tokens = np.zeros((batch, self.capacity), np.int64)
+        uniform = np.zeros((batch, self.capacity), np.float32)
+        for row, request in enumerate(requests):
+            tokens[row, : len(request.prompt)] = request.prompt
+            if request.params.temperature > 0:
+                uniform[row, : request.limit] = _uniform(request.seed, request.sample, request.limit)
+        self._fill(self.tokens, tokens)
+        self._fill(self.uniform, uniform)
+        self._fill(self.length, [len(request.prompt) for request in requests])
+        self._fill(self.limit, [request.limit for request in requests])
+        self._fill(self.min_length, [len(request.prompt) + request.params.min_tokens for request in requests])
+        self._fill(self.top_k, [p.top_k or self.config.vocab_size for p in params])
+        self._fill(self.temperature, [p.temperature for p in params])
+        self._fill(self.top_p, [p.top_p for p in params])
+        self._fill(self.min_p, [p.min_p for p in params])
+        self._fill(self.penalty, [p.repetition_penalty for p in params])
+        self._fill(self.stops_at_eos, [not p.ignore_eos for p in params])
+        self._fill(self.done, [False] * batch)
+        sampled = [p for p in params if p.temperature > 0]
+        tops = [p.logprobs for p in params if p.logprobs is not None]
+        self.needs = Needs(
+            penalty=any(p.repetition_penalty != 1 for p in params),
+            min_length=any(p.min_tokens > 0 for p in params),
+            random=bool(sampled),
+            top_k=any(p.top_k for p in sampled),
+            top_p=any(p.top_p < 1 for p in sampled),
+            min_p=any(p.min_p > 0 for p in sampled),
+            logprobs=max(tops) if tops else None,
+        )
+        self._prepare_logprobs()
+
+    def _fill(self, buffer: Tensor, values: np.ndarray | list[int] | list[float] | list[bool]) -> None:
+        buffer[: self.batch].copy_(torch.as_tensor(values), non_blocking=True)
+
+    def _prepare_logprobs(self) -> None:
+        self.logprob = self.top_logprob = self.top_token = None
+        if self.needs.logprobs is not None:
+            shape = (self.batch, self.capacity)
+            self.logprob = torch.zeros(shape, device=self.device)
+            top = min(self.needs.logprobs, self.config.vocab_size)
+            self.top_logprob = torch.zeros(*shape, top, device=self.device)
+            self.top_token = torch.zeros(*shape, top, dtype=torch.long, device=self.device)
+
+    def finish(self, rows: list[int]) -> None:
+        """The host ended these rows, at a stop text for instance."""
+        if rows:
+            self.done[rows] = True
+
+    def read(self, first: int) -> Progress:
+        """Bring over what was generated from position `first` on: the one place where the host waits."""
+        batch, last = self.batch, self.longest
+        packed = torch.cat([self.length[:batch, None], self.tokens[:batch, first:last]], dim=1).cpu().numpy()
+        more = [
+            None if buffer is None else buffer[:, first:last].cpu().numpy()
+            for buffer in (self.logprob, self.top_logprob, self.top_token)
+        ]
+        length = packed[:, 0]
+        self.longest = int(length.max())
+        return Progress(first, length, packed[:, 1:], *more)
+
+
+def _uniform(seed: int, sample: int, count: int) -> np.ndarray:
+    """Philox, a counter-based generator: entry t depends on nothing but (seed, sample, t)."""
+    key = np.array([seed, sample], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32)

@@ -1,0 +1,58 @@
+"""The torch executor: the readable model, one step at a time. Slow, right, and at home on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from warpline.engine.executor import Executor
+from warpline.engine.sampling import advance
+from warpline.engine.state import State
+from warpline.model.gpt2 import GPT2
+from warpline.model.weights import Weights
+
+
+class TorchExecutor(Executor):
+    """Runs `GPT2` as it stands."""
+
+    name = "torch"
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        super().__init__(weights, device, dtype)
+        self.chunk = 8 if device.type == "cuda" else 1  # a GPU should not wait for the host after every token
+        with torch.device("meta"):
+            self.model = GPT2(weights.config)
+        self.model.load_state_dict(weights.tensors, assign=True)
+        self.model.requires_grad_(False).eval()
+
+    @torch.inference_mode()
+    def prefill(self, state: State) -> None:
+        """Prompts stand left-aligned in one rectangle; what a shorter one has behind its end is overwritten later."""
+        ids = state.tokens[: state.batch, : state.longest]
+        last = state.length[: state.batch] - 1
+        with self._safe_kernels():
+            advance(state, self.model(ids, cache=state.cache, span=state.longest, last=last))
+
+    @torch.inference_mode()
+    def decode(self, state: State, n: int) -> None:
+        """One forward pass per token."""
+        for _ in range(n):
+            position = state.length[: state.batch] - 1
+            ids = state.tokens[: state.batch].gather(1, position[:, None])
+            with self._safe_kernels():
+                logits = self.model(ids, cache=state.cache, start=position, span=state.longest)
+            advance(state, logits[:, 0])
+
+    @contextmanager
+    def _safe_kernels(self) -> Iterator[None]:
+        """For bf16 on a CPU oneDNN takes AMX instructions, which kill the process on virtual machines that announce
+        but do not grant them. torch's own kernels decode as fast and only prefill more slowly."""
+        avoid = self.device.type == "cpu" and self.dtype == "bf16"
+        before = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(before and not avoid)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(before)

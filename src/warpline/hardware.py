@@ -1,0 +1,209 @@
+"""What a GPU or CPU can do: published peaks of known GPUs, and peaks measured on this very machine.
+
+A figure nobody knows is None and prints as "n/a"; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from warpline.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device. Bandwidths in GB/s, rates in TFLOP/s, memory in GB."""
+
+    name: str
+    kind: str  # "cpu" or "cuda"
+    arch: str | None = None  # "sm_75"
+    units: int | None = None  # SMs or cores
+    memory_gb: float | None = None
+    spec_bandwidth: float | None = None
+    tensor_tflops: float | None = None  # dense fp16 with fp32 accumulation
+    fp32_tflops: float | None = None
+    measured_bandwidth: float | None = None  # reading, on this machine
+
+    @property
+    def limit(self) -> tuple[float, str] | None:
+        """The bandwidth to compare with, and where it comes from: measured before published."""
+        if self.measured_bandwidth is not None:
+            return self.measured_bandwidth, "measured"
+        if self.spec_bandwidth is not None:
+            return self.spec_bandwidth, "spec"
+        return None
+
+    def supports(self, dtype: str) -> bool:
+        """Whether `dtype` can be computed with: bf16 needs sm_80 on a GPU."""
+        return dtype != "bf16" or self.kind != "cuda" or self.arch is None or arch_number(self.arch) >= 80
+
+
+def arch_number(arch: str) -> int:
+    """sm_75 → 75, sm_90a → 90."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
+def _gpu(name: str, arch: int, sms: int, memory: float, bandwidth: float, tensor: float, fp32: float) -> Device:
+    return Device(
+        name=name,
+        kind="cuda",
+        arch=f"sm_{arch}",
+        units=sms,
+        memory_gb=memory,
+        spec_bandwidth=bandwidth,
+        tensor_tflops=tensor,
+        fp32_tflops=fp32,
+    )
+
+
+#: Vendor datasheets, under the names the driver reports.
+KNOWN_GPUS: tuple[Device, ...] = (
+    _gpu("Tesla T4", 75, 40, 16, 320, 65, 8.1),
+    _gpu("Tesla V100-SXM2", 70, 80, 16, 900, 125, 15.7),
+    _gpu("Tesla V100-PCIE", 70, 80, 16, 900, 112, 14),
+    _gpu("NVIDIA A10", 86, 72, 24, 600, 125, 31.2),
+    _gpu("NVIDIA L4", 89, 58, 24, 300, 121, 30.3),
+    _gpu("NVIDIA GeForce RTX 3090", 86, 82, 24, 936, 71, 35.6),
+    _gpu("NVIDIA GeForce RTX 4090", 89, 128, 24, 1008, 165, 82.6),
+    _gpu("NVIDIA GeForce RTX 5090", 120, 170, 32, 1792, 209.5, 104.8),
+    _gpu("NVIDIA A100-SXM4-40GB", 80, 108, 40, 1555, 312, 19.5),
+    _gpu("NVIDIA A100-PCIE-40GB", 80, 108, 40, 1555, 312, 19.5),
+    _gpu("NVIDIA A100-SXM4-80GB", 80, 108, 80, 2039, 312, 19.5),
+    _gpu("NVIDIA A100 80GB PCIe", 80, 108, 80, 1935, 312, 19.5),
+    _gpu("NVIDIA H100 PCIe", 90, 114, 80, 2039, 756, 51.2),
+    _gpu("NVIDIA H100 80GB HBM3", 90, 132, 80, 3350, 989, 66.9),
+    _gpu("NVIDIA H200", 90, 132, 141, 4800, 989, 66.9),
+    _gpu("NVIDIA B200", 100, 148, 180, 8000, 2250, 75),
+)
+
+
+def known_gpu(name: str) -> Device | None:
+    """The datasheet entry for a driver's device name ("Tesla V100-SXM2-32GB") or a short one ("t4", "a100")."""
+    words = _words(name)
+    for device in KNOWN_GPUS:
+        entry = _words(device.name)
+        # A memory size is no other card, but "Laptop", "Ti" or "D" is: then the figures are unknown.
+        if entry <= words and all(re.fullmatch(r"\d+gb", word) for word in words - entry):
+            return device
+    return next((device for device in KNOWN_GPUS if words and words <= _words(device.name)), None)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("-", " ").split())
+
+
+def describe(device: str) -> Device:
+    """The device that torch calls `device` ("cpu", "cuda", "cuda:1"), with what was measured on it before."""
+    found = _describe_cpu() if device == "cpu" else _describe_gpu(device)
+    return replace(found, measured_bandwidth=_load_measured().get(_key(found)))
+
+
+def _describe_gpu(device: str) -> Device:
+    import torch
+
+    index = torch.device(device).index or 0
+    if not torch.cuda.is_available():
+        raise DeviceError(f"device '{device}' was asked for, but torch sees no CUDA GPU here: use --device cpu")
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"there is no device '{device}': this machine has {torch.cuda.device_count()} GPU(s)")
+    properties = torch.cuda.get_device_properties(index)
+    spec = known_gpu(properties.name) or Device(name=properties.name, kind="cuda")
+    return replace(
+        spec,
+        name=properties.name,
+        arch=f"sm_{properties.major}{properties.minor}",
+        units=properties.multi_processor_count,
+        memory_gb=properties.total_memory / 1e9,
+    )
+
+
+def _describe_cpu() -> Device:
+    memory = None
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return Device(name=_cpu_name(), kind="cpu", arch=platform.machine(), units=_cpu_count(), memory_gb=memory)
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cpu_count() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> float:
+    """Read bandwidth of `device` in GB/s: the best of several passes of a matrix-vector product, torch's own."""
+    import torch
+
+    rows = megabytes * 1_000_000 // (4 * 1024)
+    matrix = torch.empty(rows, 1024, device=device).uniform_(-1, 1)
+    vector = torch.empty(1024, device=device).uniform_(-1, 1)
+
+    def one_pass() -> float:
+        if matrix.is_cuda:
+            torch.cuda.synchronize(matrix.device)
+        start = time.perf_counter()
+        torch.mv(matrix, vector)
+        if matrix.is_cuda:
+            torch.cuda.synchronize(matrix.device)
+        return time.perf_counter() - start
+
+    one_pass()
+    return matrix.nbytes / min(one_pass() for _ in range(repeats)) / 1e9
+
+
+def cache_dir() -> Path:
+    """Where Warpline keeps what it measured or built: WARPLINE_CACHE_DIR, or the user's cache folder."""
+    chosen = os.environ.get("WARPLINE_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warpline"
+
+
+def _key(device: Device) -> str:
+    return f"{device.name} x{device.units}" if device.kind == "cpu" else device.name
+
+
+def _load_measured() -> dict[str, float]:
+    path = cache_dir() / "bandwidth.json"
+    try:
+        raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("no JSON object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logger.warning("cannot read %s (%s): measured bandwidths are unknown until 'warpline doctor' runs", path, error)
+        return {}
+    return {str(name): float(value) for name, value in raw.items()}
+
+
+def remember_bandwidth(device: Device, bandwidth: float) -> Device:
+    """Keep a measured bandwidth for later runs and return the device with it."""
+    path = cache_dir() / "bandwidth.json"
+    measured = _load_measured() | {_key(device): round(bandwidth, 2)}
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(measured, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("cannot write %s (%s): set WARPLINE_CACHE_DIR to a writable folder", path, error)
+    return replace(device, measured_bandwidth=bandwidth)

@@ -1,0 +1,1 @@
+"""What GPT-2 is: parameters, the readable model, weights, tokenizer, costs."""

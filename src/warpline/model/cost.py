@@ -1,0 +1,167 @@
+"""Bytes and FLOPs of every step of a forward pass, as a function of shape, batch, context and dtype.
+
+The one place for this arithmetic: statistics, roofline, benchmark and profiler all ask here. A step's activations
+are counted as if it ran alone, reading its inputs from memory and writing its output there; a fused kernel moves
+less, and whoever describes one subtracts what it keeps on chip.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from warpline.config import DTYPE_BYTES, ModelConfig
+from warpline.model import parameters as p
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """What one step costs per forward pass, over all layers."""
+
+    step: p.Step
+    calls: int
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Everything that moves."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A forward pass of `new` tokens per sequence behind `past` cached ones.
+
+    Prefill is past=0; a decode step is new=1. `logits` is how many rows per sequence go through the LM head.
+    """
+
+    config: ModelConfig
+    dtype: str
+    batch: int = 1
+    new: int = 1
+    past: int = 0
+    logits: int = 1
+    naive: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs one head of one sequence looks at."""
+        window = self.config.window or self.past + self.new
+        return sum(min(self.past + i + 1, window) for i in range(self.new))
+
+    @property
+    def kv_read(self) -> int:
+        """Cached positions a layer reads per sequence: those behind the first new token's window are never read."""
+        window = self.config.window or self.past + self.new
+        return min(self.past, window - 1)
+
+
+def decode(config: ModelConfig, dtype: str, *, batch: int = 1, context: int = 0) -> Workload:
+    """One decode step with `context` positions in the cache."""
+    return Workload(config=config, dtype=dtype, batch=batch, past=context)
+
+
+def prefill(config: ModelConfig, dtype: str, *, batch: int = 1, tokens: int) -> Workload:
+    """The prompt, `tokens` long."""
+    return Workload(config=config, dtype=dtype, batch=batch, new=tokens)
+
+
+def costs(work: Workload) -> list[StepCost]:
+    """The cost of each step that runs, in order."""
+    skipped = (p.FUSED_ATTENTION,) if work.naive else (p.SCORES, p.MASK, p.SOFTMAX, p.VALUES)
+    return [_cost(step, work) for step in p.STEPS if step not in skipped]
+
+
+def total_bytes(work: Workload, *, activations: bool = False) -> int:
+    """Bytes the pass must move: weights once and the KV cache; activations, which stay on chip, only on request."""
+    return sum(cost.bytes if activations else cost.weight_bytes + cost.kv_bytes for cost in costs(work))
+
+
+def total_flops(work: Workload) -> int:
+    """Floating-point operations of the pass."""
+    return sum(cost.flops for cost in costs(work))
+
+
+def kv_bytes_per_position(config: ModelConfig, dtype: str) -> int:
+    """Bytes one position of one sequence takes in the KV cache."""
+    return 2 * config.n_layer * config.n_embd * DTYPE_BYTES[dtype]
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of all parameters."""
+    return p.count(config) * DTYPE_BYTES[dtype]
+
+
+def decode_bytes(config: ModelConfig, dtype: str, *, prompt: int, steps: int, batch: int = 1) -> int:
+    """Bytes that `steps` decode steps behind a prompt must read and write."""
+    return sum(total_bytes(decode(config, dtype, batch=batch, context=prompt + i)) for i in range(steps))
+
+
+def _cost(step: p.Step, work: Workload) -> StepCost:
+    config, size = work.config, DTYPE_BYTES[work.dtype]
+    layers = config.n_layer if step.scope != "model" else 1
+    c, inner, heads = config.n_embd, config.inner, config.n_head
+    rows = work.batch * work.new
+    head_rows = work.batch * work.logits
+    pairs = work.batch * heads * work.pairs
+    # The naive form computes every score and masks afterwards.
+    scores = work.batch * heads * work.new * (work.past + work.new)
+
+    # step: (elements of activations moved, FLOPs), per layer
+    table: dict[p.Step, tuple[int, int]] = {
+        p.EMBEDDING: (rows * c, 0),
+        p.POSITION: (rows * c, 0),
+        p.ADD: (3 * rows * c, rows * c),
+        p.LN_1: (2 * rows * c, 8 * rows * c),
+        p.QKV_PROJECTION: (4 * rows * c, 2 * rows * c * 3 * c),
+        p.QKV_RESHAPE: (6 * rows * c, 0),
+        p.KV_CACHE: (2 * rows * c, 0),
+        p.SCORES: (2 * rows * c + scores, 2 * scores * config.head_size),
+        p.MASK: (2 * scores, scores),
+        p.SOFTMAX: (2 * scores, 5 * scores),
+        p.VALUES: (scores + 2 * rows * c, 2 * scores * config.head_size),
+        p.FUSED_ATTENTION: (4 * rows * c, 4 * pairs * config.head_size + 5 * pairs),
+        p.OUTPUT_RESHAPE: (2 * rows * c, 0),
+        p.OUTPUT_PROJECTION: (2 * rows * c, 2 * rows * c * c),
+        p.RESIDUAL_1: (3 * rows * c, rows * c),
+        p.LN_2: (2 * rows * c, 8 * rows * c),
+        p.EXPANSION: (rows * (c + inner), 2 * rows * c * inner),
+        p.ACTIVATION: (2 * rows * inner, 8 * rows * inner),
+        p.PROJECTION: (rows * (inner + c), 2 * rows * inner * c),
+        p.RESIDUAL_2: (3 * rows * c, rows * c),
+        p.LN_F: (2 * head_rows * c, 8 * head_rows * c),
+        p.LM_HEAD: (head_rows * (c + config.vocab_size), 2 * head_rows * c * config.vocab_size),
+    }
+    elements, flops = table[step]
+    return StepCost(
+        step=step,
+        calls=layers,
+        weight_bytes=layers * _weight_elements(step, work) * size,
+        kv_bytes=layers * _kv_elements(step, work) * size,
+        activation_bytes=layers * elements * size,
+        flops=layers * flops,
+    )
+
+
+def _weight_elements(step: p.Step, work: Workload) -> int:
+    config = work.config
+    if step is p.EMBEDDING or step is p.POSITION:  # one row of the table per token
+        return work.batch * work.new * config.n_embd
+    if step is p.LM_HEAD:  # wte again where the head is tied
+        return config.vocab_size * config.n_embd
+    shapes = p.block_shapes(config) if step.scope != "model" else p.shapes(config)
+    return sum(math.prod(shapes[name]) for name in step.parameters)
+
+
+def _kv_elements(step: p.Step, work: Workload) -> int:
+    per_position = 2 * work.config.n_embd
+    if step is p.KV_CACHE:  # written
+        return work.batch * work.new * per_position
+    if step is p.FUSED_ATTENTION:  # read; the new tokens' own K and V are activations
+        return work.batch * work.kv_read * per_position
+    if step is p.SCORES or step is p.VALUES:
+        return work.batch * work.past * per_position // 2
+    return 0

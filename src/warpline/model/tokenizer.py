@@ -1,0 +1,153 @@
+"""Text to ids and back: GPT-2's byte-level BPE from the bundled merges, or a model folder's tokenizer.json."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import gzip
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from warpline.errors import ConfigError, ModelError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@functools.cache
+def byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable stand-in for every byte, in the order of the ids 0 … 255."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+
+
+def _bundled() -> Backend:
+    packed = resources.files("warpline.model").joinpath("data/vocab.bpe.gz").read_bytes()
+    lines = gzip.decompress(packed).decode("utf-8").splitlines()
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
+    tokens = [*byte_alphabet().values(), *(left + right for left, right in merges)]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return backend
+
+
+class Tokenizer:
+    """Encodes and decodes. Special tokens such as <|endoftext|> are plain text unless `special` is asked for."""
+
+    def __init__(self, backend: Backend):
+        backend.encode_special_tokens = True  # treat them as text; `encode` splits at them itself when asked to
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._split = re.compile("(" + "|".join(map(re.escape, self._special)) + ")") if self._special else None
+        self._special_ids = frozenset(self._special.values())
+        self._bytes = self._byte_table(set(added)) if isinstance(backend.decoder, decoders.ByteLevel) else None
+
+    @classmethod
+    def gpt2(cls) -> Tokenizer:
+        """OpenAI's GPT-2 tokenizer."""
+        return cls(_bundled())
+
+    @classmethod
+    def from_file(cls, path: Path) -> Tokenizer:
+        """A tokenizer.json."""
+        try:
+            return cls(Backend.from_file(str(path)))
+        except Exception as error:  # the backend raises nothing narrower
+            raise ModelError(f"cannot read {path}: {error}") from error
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of `text`; with `special`, <|endoftext|> in it becomes that token."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text holds a lone surrogate at character {error.start}: it is not Unicode"
+            ) from None
+        if not special or self._split is None:
+            return self._encode(text)
+        ids: list[int] = []
+        for part in self._split.split(text):
+            ids += [self._special[part]] if part in self._special else self._encode(part)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
+        stream = self.stream(special=special)
+        return "".join([*(stream.push(i) for i in ids), stream.flush()])
+
+    def stream(self, *, special: bool = False) -> StreamDecoder:
+        """A decoder that takes ids one by one."""
+        return StreamDecoder(self, special)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of a token, or None if this tokenizer does not work on bytes."""
+        return None if self._bytes is None else self._bytes[token]
+
+    def _byte_table(self, added: set[int]) -> list[bytes]:
+        byte = {char: value for value, char in byte_alphabet().items()}
+        table: list[bytes] = []
+        for i in range(len(self)):
+            token = self._backend.id_to_token(i)
+            if token is None or i in added:
+                table.append((token or "").encode("utf-8"))
+            else:
+                table.append(bytes(byte[char] for char in token))
+        return table
+
+    def _plain_decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def _skips(self, token: int, special: bool) -> bool:
+        return (token in self._special_ids and not special) or not 0 <= token < len(self)
+
+
+class StreamDecoder:
+    """Turns ids into text as they come and never emits half a character.
+
+    Pieces joined, with what `flush` returns, are the text of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool):
+        self._tokenizer = tokenizer
+        self._special = special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pending: list[int] = []  # ids whose text may still change, for tokenizers that do not work on bytes
+        self._emitted = ""
+
+    def push(self, token: int) -> str:
+        """The text that became certain with `token`; may be empty."""
+        if self._tokenizer._skips(token, self._special):
+            return ""
+        piece = self._tokenizer.token_bytes(token)
+        if piece is not None:
+            return self._utf8.decode(piece)
+        self._pending.append(token)
+        text = self._tokenizer._plain_decode(self._pending)
+        return "" if text.endswith("\ufffd") else self._emit(text)
+
+    def flush(self) -> str:
+        """What is left when no more ids come; an unfinished character becomes U+FFFD."""
+        rest = self._utf8.decode(b"", final=True)
+        return rest + (self._emit(self._tokenizer._plain_decode(self._pending)) if self._pending else "")
+
+    def _emit(self, text: str) -> str:
+        # The last id stays as context: what precedes a token can decide whether a space stands before it.
+        piece = text[len(self._emitted) :]
+        self._pending = self._pending[-1:]
+        self._emitted = self._tokenizer._plain_decode(self._pending)
+        return piece

@@ -1,0 +1,269 @@
+"""A model's name becomes its tensors: built-in, random, a folder, a file or a hub id → `Weights`.
+
+Checkpoints differ in three ways, all settled here and nowhere else: tensor names may begin with "transformer.",
+matrices are stored transposed (Conv1D), and some carry buffers that are no parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from warpline.config import FAMILY, ModelConfig
+from warpline.errors import ConfigError, ModelError, nearest
+from warpline.model import parameters
+from warpline.model.tokenizer import Tokenizer
+from warpline.progress import progress
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_NOT_PARAMETERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model in memory: its shape, its parameters under checkpoint names with matrices as [out, in]."""
+
+    name: str
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    folder: Path | None = None  # where it came from, if it has files of its own
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's own tokenizer.json, or GPT-2's where it brings none."""
+        path = self.folder / "tokenizer.json" if self.folder else None
+        return Tokenizer.from_file(path) if path is not None and path.exists() else Tokenizer.gpt2()
+
+
+def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
+    """Load `model` as `dtype` onto `device`.
+
+    `model` is "random:gpt2", "random:gpt2-xl,seed=3", "random:n_layer=2,n_head=2,n_embd=128", a folder, a
+    .safetensors file, a family name ("gpt2") or a hub id ("owner/name").
+    """
+    target = (torch.device(device), TORCH_DTYPES[dtype])
+    if model.startswith("random:"):
+        return _random(model, *target)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_folder(path, model, *target)
+    if path.is_file():
+        return _from_file(path, *target)
+    if path.suffix in (".safetensors", ".bin") or model.startswith((".", "/", "~")):
+        raise ModelError(f"there is no file or folder '{model}': check the path")
+    return _from_folder(_download(model), model, *target)
+
+
+# --- random ---------------------------------------------------------------------------------------------------------
+
+
+def random_config(spec: str) -> tuple[ModelConfig, int]:
+    """Read what follows "random:": a family name and/or settings of `ModelConfig`, and a seed."""
+    hints = get_type_hints(ModelConfig)
+    config, seed = ModelConfig(), 0
+    changes: dict[str, Any] = {}
+    for i, part in enumerate(filter(None, spec.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            if i or key not in FAMILY:
+                known = ", ".join(FAMILY)
+                raise ModelError(f"unknown model 'random:{key}'{nearest(key, FAMILY)}; the family is: {known}")
+            config = FAMILY[key][1]
+        elif key == "seed" and value.isdecimal():
+            seed = int(value)
+        elif key in hints:
+            try:
+                changes[key] = _parse(value, hints[key])
+            except ValueError as error:
+                raise ModelError(f"'random:{spec}': {key}={value}: {error}") from error
+        else:
+            names = ["seed", *(field.name for field in fields(ModelConfig))]
+            raise ModelError(f"'random:{spec}': cannot set {part!r}{nearest(key, names)}; settings: {', '.join(names)}")
+    try:
+        return replace(config, **changes), seed
+    except ConfigError as error:
+        raise ModelError(f"'random:{spec}': {error}") from error
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("use true or false")
+        return text.lower() == "true"
+    if kind is str:
+        return text
+    return float(text) if kind is float else int(text)
+
+
+def _random(model: str, device: torch.device, dtype: torch.dtype) -> Weights:
+    config, seed = random_config(model.removeprefix("random:"))
+    return Weights(model, config, random_tensors(config, seed, device=device, dtype=dtype))
+
+
+def random_tensors(
+    config: ModelConfig, seed: int, *, device: torch.device, dtype: torch.dtype, std: float = 0.02
+) -> dict[str, Tensor]:
+    """Parameters as GPT-2 is initialised, except that no bias or scale is trivial: a mistake there must show."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = parameters.shapes(config)
+    tensors: dict[str, Tensor] = {}
+    with progress("Drawing random weights", parameters.count(config)) as advance:
+        for name, shape in shapes.items():
+            value = torch.empty(shape).normal_(0, std, generator=generator)
+            if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
+                value += 1
+            tensors[name] = value.to(device=device, dtype=dtype)
+            advance(value.numel())
+    return tensors
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _from_folder(folder: Path, name: str, device: torch.device, dtype: torch.dtype) -> Weights:
+    raw = _read_json(folder / "config.json")
+    config = ModelConfig.from_hf(raw, str(folder))
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    pickled = folder / "pytorch_model.bin"
+    if single.exists():
+        source = _safetensors([single])
+    elif index.exists():
+        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        source = _safetensors([folder / shard for shard in shards])
+    elif pickled.exists():
+        source = _pickled(pickled)
+    else:
+        wanted = ", ".join(path.name for path in (single, index, pickled))
+        raise ModelError(f"{folder} holds no weights: one of {wanted} is needed")
+    return Weights(name, config, _collect(source, config, str(folder), device, dtype), folder)
+
+
+def _from_file(path: Path, device: torch.device, dtype: torch.dtype) -> Weights:
+    if path.suffix != ".safetensors":
+        raise ModelError(f"'{path}' is no .safetensors file: give one, or a folder with config.json and the weights")
+    beside = path.parent / "config.json"
+    if not beside.exists():
+        raise ModelError(f"'{path}' needs its config.json beside it: the number of heads is not in the tensors")
+    config = ModelConfig.from_hf(_read_json(beside), str(path.parent))
+    tensors = _collect(_safetensors([path]), config, str(path), device, dtype)
+    return Weights(str(path), config, tensors, path.parent)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} holds no {path.name}: it is no Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"cannot read {path}: it holds no JSON object")
+    return raw
+
+
+def _safetensors(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for path in paths:
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(safe_open(str(path), framework="pt"))
+            except FileNotFoundError:
+                raise ModelError(f"{path} is missing: download the model again") from None
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is truncated or no safetensors file ({error}): download it again") from error
+            for name in file.keys():  # noqa: SIM118 - a handle, not a dict
+                yield name, file.get_tensor(name)
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # unpickling raises whatever the file makes it raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{path} cannot be read safely ({reason}): download it again or use safetensors") from error
+    if not isinstance(state, Mapping):
+        raise ModelError(f"{path} holds no state dict")
+    yield from state.items()
+
+
+def _collect(
+    source: Iterator[tuple[str, Tensor]], config: ModelConfig, where: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Canonical names and layouts; what is missing, unknown or misshaped is named."""
+    shapes = parameters.shapes(config)
+    tensors: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    problems: list[str] = []
+    with progress("Loading weights", parameters.count(config)) as advance:
+        for stored_name, stored in source:
+            name = stored_name.removeprefix("transformer.")
+            if _NOT_PARAMETERS.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
+                continue
+            if name not in shapes:
+                problems.append(f"unknown tensor {stored_name}")
+                continue
+            seen.add(name)
+            value = stored.t() if name.endswith(parameters.CONV1D) else stored
+            if tuple(value.shape) != shapes[name]:
+                problems.append(f"{stored_name} is {_shape(value.shape)}, expected {_shape(shapes[name])}")
+            elif not value.is_floating_point():
+                problems.append(f"{stored_name} is {value.dtype}, not floating point")
+            else:
+                # One fresh, contiguous tensor, whatever the file's layout, dtype or mapping was.
+                tensors[name] = torch.empty(shapes[name], device=device, dtype=dtype).copy_(value)
+            advance(value.numel())
+    problems += [f"missing tensor {name}" for name in shapes if name not in seen]
+    if problems:
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ModelError(f"{where} does not fit its config.json: {'; '.join(problems[:5])}{more}")
+    return tensors
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def checkpoint(weights: Weights) -> dict[str, Tensor]:
+    """The tensors as a checkpoint stores them: "transformer." in front, matrices transposed."""
+    result: dict[str, Tensor] = {}
+    for name, value in weights.tensors.items():
+        stored = value.t() if name.endswith(parameters.CONV1D) else value
+        prefix = "" if name == "lm_head.weight" else "transformer."
+        result[prefix + name] = stored.contiguous()
+    return result
+
+
+# --- hub ------------------------------------------------------------------------------------------------------------
+
+
+def _download(model: str) -> Path:
+    repo = FAMILY[model][0] if model in FAMILY else model
+    if model not in FAMILY and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        known = ", ".join(FAMILY)
+        raise ModelError(
+            f"unknown model '{model}'{nearest(model, FAMILY)}: give a folder, a .safetensors file, a hub id "
+            f"(owner/name), random:gpt2, or one of {known}"
+        )
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModelError(f"downloading '{model}' needs the hub extra: pip install 'warpline[hub]'") from None
+    files = ["*.json", "*.safetensors"]
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
+        if not any(folder.glob("*.safetensors")):  # older repositories; not fetched where both are offered
+            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files, "pytorch_model.bin"]))
+        return folder
+    except Exception as error:  # the client raises its HTTP library's exceptions as well as its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"cannot download '{repo}' ({reason.rstrip('.')}): check the name and the network, or give a local folder"
+        ) from error

@@ -1,0 +1,231 @@
+"""The command line as a person meets it, bad input included."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SMALL, make_weights
+from warpline import __version__
+from warpline.cli.main import main
+from warpline.config import FAMILY, ModelConfig
+from warpline.model.weights import Weights
+
+COMMAND = [sys.executable, "-m", "warpline"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls the command in this process; gives exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(arguments))
+        captured = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, captured.out, captured.err
+
+    return call
+
+
+def shell(*arguments: str, stdin: bytes = b"", timeout: float = 120) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, timeout=timeout, check=False)
+
+
+def test_help_answers_quickly() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = shell("--help")
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0
+        assert b"generate" in done.stdout
+    assert min(times) < 0.5
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"warpline {__version__}\n", "")
+
+
+def test_generate(run: Run) -> None:
+    code, out, err = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "8", "--seed", "1")
+    assert code == 0
+    assert out.startswith("Hello")
+    assert len(out) > len("Hello\n")
+    for part in ("8 tokens in", "tok/s", "GB/s", "fp32, torch"):
+        assert part in err
+    assert err.count("\n") == 1
+    again = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "8", "--seed", "1", "--no-stream")
+    assert again[:2] == (0, out)
+
+
+def test_json(run: Run) -> None:
+    settings = ("--model", SMALL, "--max-new-tokens", "6", "--temperature", "0")
+    code, out, err = run("generate", "Hello there", *settings, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    wanted = (
+        "text token_ids prompt_tokens new_tokens seconds tokens_per_second finish_reason model executor dtype device"
+    )
+    assert set(wanted.split()) <= result.keys()
+    assert (result["prompt_tokens"], result["new_tokens"], len(result["token_ids"])) == (2, 6, 6)
+    assert (result["finish_reason"], result["executor"], result["dtype"]) == ("length", "torch", "fp32")
+    assert out.count("\n") == 1
+    code, out, _ = run("generate", "Hello there", *settings, "--json", "--n", "2")
+    assert len(json.loads(out)["completions"]) == 2
+
+
+def test_several_completions(run: Run) -> None:
+    code, out, _ = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4", "-n", "3")
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("---")] == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+
+
+def test_stop_window_and_file(run: Run, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Grüße aus dem Wald")
+    code, out, _ = run("generate", "--file", str(prompt), "--model", SMALL, "--max-new-tokens", "5", "--window", "3")
+    assert code == 0
+    assert out.startswith("Grüße aus dem Wald")
+    stopped = ("--model", SMALL, "--seed", "1", "--max-new-tokens", "30", "--stop", "e", "--stop", "a", "--json")
+    result = json.loads(run("generate", "Hello", *stopped)[1])
+    assert result["finish_reason"] == "stop"
+    assert not {"e", "a"} & set(result["text"])
+
+
+def test_beyond_the_context_is_said(run: Run) -> None:
+    code, out, err = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "500", "--json")
+    assert code == 0
+    assert json.loads(out)["new_tokens"] == 95
+    assert json.loads(out)["finish_reason"] == "length"
+    assert err == "note: the model's context is 96 tokens: at most 95 of the 500 asked for will be generated\n"
+
+
+BAD_INPUT = [
+    (["generate", "Hi", "--model", "gtp2"], "did you mean 'gpt2'"),
+    (["generate", "Hi", "--model", "./no/such/folder"], "check the path"),
+    (["generate", "Hi", "--model", "gpt2"], "cannot download"),
+    (["generate", ""], "is empty"),
+    (["generate", "word " * 200, "--model", SMALL], "shorten the prompt to 95 tokens"),
+    (["generate", "Hi", "--model", SMALL, "--max-new-tokens", "0"], "max_tokens"),
+    (["generate", "Hi", "--max-new-tokens", "many"], "'--max-new-tokens'"),
+    (["generate", "Hi", "--temperature", "-1"], "temperature must be ≥ 0"),
+    (["generate", "Hi", "--top-p", "0"], r"top_p must be in (0, 1]"),
+    (["generate", "Hi", "--top-p", "1.5"], r"top_p must be in (0, 1]"),
+    (["generate", "Hi", "--dtype", "fp8"], "unknown dtype 'fp8'"),
+    (["generate", "Hi", "--device", "tpu"], "unknown device 'tpu'"),
+    (["generate", "Hi", "--executor", "magic"], "unknown executor 'magic'"),
+    (["generate", "Hi", "--window", "0"], "window"),
+    (["generate", "Hi", "--stop", ""], "stop"),
+    (["generate", "Hi", "--file", "x.txt"], "given twice"),
+    (["generate", "--file", "no-such-file.txt"], "cannot read no-such-file.txt"),
+    (["generate", "Hi", "--no-such-option"], "--no-such-option"),
+    (["generate", "Hi", "there"], "there"),
+    (["genrate", "Hi"], "genrate"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT, ids=[" ".join(a)[:40] for a, _ in BAD_INPUT])
+def test_bad_input_gets_one_line(run: Run, arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_broken_models(run: Run, save_folder: Callable[[Weights], Path]) -> None:
+    folder = save_folder(make_weights(ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=300)))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    code, _, err = run("generate", "Hi", "--model", str(folder))
+    assert code == 2
+    assert "truncated" in err
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    code, _, err = run("generate", "Hi", "--model", str(folder))
+    assert code == 2
+    assert "'bert' model, not gpt2" in err
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = shell("generate", "", "--debug")
+    assert done.returncode == 1
+    assert b"Traceback" in done.stderr
+    assert b"is empty" in done.stderr
+
+
+def test_standard_input() -> None:
+    settings = ["--model", SMALL, "--max-new-tokens", "3", "--json"]
+    done = shell("generate", *settings, stdin="Grüße\n".encode())
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["prompt_tokens"] == 4
+    assert json.loads(shell("generate", "-", *settings, stdin=b"Hi").stdout)["prompt_tokens"] == 1
+    for raw, message in (
+        (b"caf\xe9", b"standard input is not UTF-8 (byte 3)"),
+        (b"", b"is empty"),
+        (b"\n", b"is empty"),
+    ):
+        done = shell("generate", *settings, stdin=raw)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count(b"\n") == 1
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+
+ENDLESS = ("generate", "Hello", "--model", "random:n_layer=8,n_head=8,n_embd=256,n_positions=20000")
+
+
+def test_interrupt_stops_cleanly() -> None:
+    process = start(*ENDLESS, "--max-new-tokens", "19000")
+    assert process.stdout is not None
+    assert process.stdout.read(40)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"stopped" in err
+
+
+def test_closed_pipe_is_quiet() -> None:
+    process = start(*ENDLESS, "--max-new-tokens", "19000")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        assert process.stdout.read(40)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 141
+        assert process.stderr.read() == b""
+
+
+def test_models(run: Run) -> None:
+    code, out, _ = run("models")
+    assert code == 0
+    assert all(name in out for name in FAMILY)
+    rows = {row["name"]: row for row in json.loads(run("models", "--json")[1])}
+    assert rows["gpt2"]["parameters"] == 124_439_808
+    assert rows["gpt2"]["bytes_per_token"]["fp16"] / 1e6 == pytest.approx(247.3, abs=0.1)
+
+
+def test_doctor(run: Run) -> None:
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    for word in ("CPU", "GPU", "torch", "NVRTC", "driver", "cache"):
+        assert word in out
+    report = json.loads(run("doctor", "--json")[1])
+    assert report["devices"][0]["measured_bandwidth"] > 0
+    assert report["software"]["warpline"] == __version__
+    _, _, err = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4")
+    assert "% of the measured" in err

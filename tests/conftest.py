@@ -1,0 +1,48 @@
+"""Small models that every test can afford, and a cache folder of the tests' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from warpline.config import ModelConfig
+from warpline.model.gpt2 import GPT2
+from warpline.model.weights import Weights, checkpoint, random_tensors
+
+os.environ["WARPLINE_CACHE_DIR"] = tempfile.mkdtemp(prefix="warpline-test-")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach out
+
+SMALL = "random:n_layer=3,n_head=4,n_embd=64,n_positions=96"
+
+
+def make_weights(config: ModelConfig, seed: int = 0, std: float = 0.2) -> Weights:
+    """Weights large enough that logits differ clearly and greedy choices are no coin tosses."""
+    device = torch.device("cpu")
+    return Weights("test", config, random_tensors(config, seed, device=device, dtype=torch.float32, std=std))
+
+
+def make_model(weights: Weights, *, naive: bool = False) -> GPT2:
+    model = GPT2(weights.config, naive=naive)
+    model.load_state_dict(weights.tensors)
+    return model.requires_grad_(False).eval()
+
+
+@pytest.fixture
+def save_folder(tmp_path: Path) -> Callable[[Weights], Path]:
+    """Writes weights as a Hugging Face folder."""
+
+    def save(weights: Weights) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(weights.config.to_hf()))
+        save_file(checkpoint(weights), folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return save

@@ -1,0 +1,300 @@
+"""`LLM` from the outside: against `transformers`, batched against alone, and the ways a text can end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import SMALL, make_weights
+from tests.model.test_gpt2 import hf_model
+from warpline import LLM, Completion, SamplingParams
+from warpline.config import ModelConfig
+from warpline.errors import ConfigError, DeviceError
+from warpline.model.weights import Weights
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=64, n_positions=160)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(SMALL)
+
+
+@pytest.fixture
+def sharp(save_folder: Callable[[Weights], Path]) -> tuple[LLM, Weights]:
+    """A model whose greedy choices are clear, loaded from a folder."""
+    weights = make_weights(CONFIG)
+    return LLM(str(save_folder(weights))), weights
+
+
+def random_prompts(count: int, longest: int, vocab: int = 50257, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def test_greedy_equals_transformers(sharp: tuple[LLM, Weights]) -> None:
+    """50 prompts of unequal length × 64 tokens, ours in batches, theirs one by one."""
+    llm, weights = sharp
+    hf = hf_model(weights)
+    prompts = random_prompts(50, 90)
+    ours = llm.generate(prompts, GREEDY)
+    for prompt, completion in zip(prompts, ours, strict=True):
+        theirs = hf.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert list(completion.token_ids) == theirs[0, len(prompt) :].tolist()
+    assert len({c.token_ids for c in ours}) > 40  # the comparison is not one text fifty times
+
+
+def test_greedy_equals_no_cache_at_all(sharp: tuple[LLM, Weights]) -> None:
+    llm, _ = sharp
+    model = llm.executor.model  # type: ignore[attr-defined]
+    for prompt in random_prompts(3, 20, seed=5):
+        ids = list(prompt)
+        for _ in range(20):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        (completion,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        assert list(completion.token_ids) == ids[len(prompt) :]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_batched_equals_alone(llm: LLM, data: st.DataObject) -> None:
+    prompts = random_prompts(data.draw(st.integers(2, 6)), 60, seed=data.draw(st.integers(0, 999)))
+    params = [
+        SamplingParams(
+            max_tokens=data.draw(st.integers(1, 30)),
+            temperature=data.draw(st.sampled_from([0.0, 1.0])),
+            top_k=data.draw(st.sampled_from([0, 5])),
+            top_p=data.draw(st.sampled_from([0.9, 1.0])),
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.2])),
+            seed=data.draw(st.integers(0, 99)),
+        )
+        for _ in prompts
+    ]
+    together = llm.generate(prompts, params)
+    for prompt, p, completion in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate(prompt, p)
+        assert (alone.token_ids, alone.text, alone.finish_reason) == (
+            completion.token_ids,
+            completion.text,
+            completion.finish_reason,
+        )
+
+
+def test_more_prompts_than_a_batch_run_in_turns() -> None:
+    few = LLM(SMALL, max_batch=3)
+    prompts = random_prompts(8, 9)
+    assert texts(few.generate(prompts, GREEDY)) == texts(LLM(SMALL).generate(prompts, GREEDY))
+
+
+def texts(completions: list[Completion]) -> list[str]:
+    return [completion.text for completion in completions]
+
+
+@pytest.mark.parametrize("window", [1, 3, 10])
+def test_window(window: int) -> None:
+    windowed = LLM(SMALL, window=window)
+    assert windowed.config.window == window
+    (prompt,) = random_prompts(1, 40, seed=3)
+    (completion,) = windowed.generate(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    model = windowed.executor.model  # type: ignore[attr-defined]
+    ids = [*prompt, *completion.token_ids]
+    expected = model(torch.tensor([ids]))[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert list(completion.token_ids) == expected
+
+
+def test_seed(llm: LLM) -> None:
+    def draw(seed: int | None) -> str:
+        return llm.generate("Once", SamplingParams(temperature=1.0, max_tokens=20, seed=seed))[0].text
+
+    assert draw(1) == draw(1)
+    assert len({draw(1), draw(2), draw(None), draw(None)}) == 4
+    (free,) = llm.generate("Once", SamplingParams(temperature=1.0, max_tokens=20))
+    assert draw(free.seed) == free.text  # the seed that was drawn is told
+
+
+def test_n(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=3, seed=4)
+    results = llm.generate(["One", "Two"], params)
+    assert [c.index for c in results] == [0, 1, 2, 0, 1, 2]
+    assert [c.prompt for c in results] == ["One"] * 3 + ["Two"] * 3
+    assert len(set(texts(results))) == 6
+    assert texts(results) == texts(llm.generate(["One", "Two"], params))
+
+
+def test_stream_equals_generate(llm: LLM) -> None:
+    for seed in range(5):
+        params = SamplingParams(temperature=1.0, max_tokens=40, seed=seed)
+        stream = llm.stream("Hello", params)
+        assert stream.completion is None
+        pieces = list(stream)
+        (whole,) = llm.generate("Hello", params)
+        assert "".join(pieces) == whole.text
+        assert len(pieces) > 10
+        assert stream.completion is not None
+        assert stream.completion.token_ids == whole.token_ids
+    with pytest.raises(ConfigError, match="n > 1"):
+        llm.stream("Hello", SamplingParams(n=2))
+
+
+def test_streams_do_not_disturb_each_other(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=30, seed=9)
+    expected = texts(llm.generate(["A dog", "The cat"], params))
+    first, second = llm.stream("A dog", params), llm.stream("The cat", params)
+    woven = ["", ""]
+    for one, two in zip(first, second, strict=False):
+        woven[0] += one
+        woven[1] += two
+        llm.generate("Something else", SamplingParams(max_tokens=2))
+    woven[0] += "".join(first)
+    woven[1] += "".join(second)
+    assert woven[0].startswith(expected[0][:-20])
+    dropped = llm.stream("A dog", params)
+    next(dropped)
+    dropped.close()
+    assert texts(llm.generate(["A dog", "The cat"], params)) == expected
+
+
+def test_stop_texts(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=3)
+    (whole,) = llm.generate("Hello", params)
+    for start, size in ((20, 1), (30, 4), (50, 12)):
+        stop = whole.text[start : start + size]
+        ended = SamplingParams(temperature=1.0, max_tokens=60, seed=3, stop=["never there", stop])
+        (completion,) = llm.generate("Hello", ended)
+        assert completion.text == whole.text[: whole.text.index(stop)]
+        assert completion.finish_reason == "stop"
+        assert len(completion.token_ids) < 60
+        assert "".join(llm.stream("Hello", ended)) == completion.text
+
+
+def test_stop_text_that_only_seems_to_begin(llm: LLM) -> None:
+    (whole,) = llm.generate("Hello", SamplingParams(temperature=1.0, max_tokens=20, seed=3))
+    almost = whole.text[-3:] + "not what follows"
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=3, stop=almost)
+    assert "".join(llm.stream("Hello", params)) == whole.text
+
+
+def test_end_of_text_and_min_tokens(save_folder: Callable[[Weights], Path]) -> None:
+    """A model that likes nothing better than to stop."""
+    weights = make_weights(CONFIG)
+    weights.tensors["wte.weight"][50256] = 0
+    weights.tensors["ln_f.bias"][:] = 1
+    weights.tensors["wte.weight"][50256, :] = 5
+    llm = LLM(str(save_folder(weights)))
+    (ended,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30))
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == (50256,)
+    assert ended.text == ""
+    (later,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30, min_tokens=4))
+    assert len(later.token_ids) == 5
+    assert later.token_ids[-1] == 50256
+    (never,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert never.finish_reason == "length"
+    assert len(never.token_ids) == 30
+    assert "<|endoftext|>" not in never.text
+
+
+def test_min_tokens_holds_back_stop_texts(llm: LLM) -> None:
+    base = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
+    (whole,) = llm.generate("Hello", base)
+    stop = whole.text[2:5]
+    (completion,) = llm.generate(
+        "Hello", SamplingParams(temperature=1.0, max_tokens=30, min_tokens=25, seed=3, stop=stop, ignore_eos=True)
+    )
+    assert len(completion.token_ids) >= 25
+
+
+def test_logprobs(sharp: tuple[LLM, Weights]) -> None:
+    llm, _ = sharp
+    model = llm.executor.model  # type: ignore[attr-defined]
+    prompts = random_prompts(3, 12, seed=8)
+    params = [SamplingParams(temperature=1.0, max_tokens=9, seed=1, logprobs=k, ignore_eos=True) for k in (0, 5, 2)]
+    for prompt, p, completion in zip(prompts, params, llm.generate(prompts, params), strict=True):
+        assert completion.logprobs is not None
+        assert [entry.token_id for entry in completion.logprobs] == list(completion.token_ids)
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        expected = model(ids)[0, len(prompt) - 1 : -1].log_softmax(-1)
+        for entry, row in zip(completion.logprobs, expected, strict=True):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+            assert p.logprobs is not None
+            assert [token for token, _ in entry.top] == row.topk(p.logprobs).indices.tolist()
+    (without,) = llm.generate(prompts[0], GREEDY)
+    assert without.logprobs is None
+
+
+def test_context_is_filled_to_the_last_slot_and_no_further(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    prompt = random_prompts(1, 1)[0] * 90
+    (completion,) = llm.generate(prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
+    assert len(completion.token_ids) == 6
+    assert completion.finish_reason == "length"
+    assert "context is 96 tokens: at most 6 of the 1,000" in caplog.text
+    (one,) = llm.generate(prompt + prompt[:5], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert len(one.token_ids) == 1
+    with pytest.raises(ConfigError, match="shorten the prompt to 95 tokens"):
+        llm.generate(prompt + prompt[:6], GREEDY)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [50257]])
+def test_impossible_prompts(llm: LLM, prompt: str | list[int]) -> None:
+    with pytest.raises(ConfigError):
+        llm.generate(prompt, GREEDY)
+
+
+def test_wrong_number_of_params(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="2 prompts came with 1 SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_a_refused_request_loses_nothing(llm: LLM) -> None:
+    before = texts(llm.generate(["Hello"], GREEDY))
+    with pytest.raises(ConfigError):
+        llm.generate(["Hello", ""], GREEDY)
+    assert texts(llm.generate(["Hello"], GREEDY)) == before
+
+
+def test_special_token_in_a_prompt(llm: LLM) -> None:
+    (completion,) = llm.generate("<|endoftext|>", SamplingParams(max_tokens=3))
+    assert completion.prompt_token_ids == (50256,)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_runs(dtype: str) -> None:
+    half = LLM(SMALL, dtype=dtype)
+    (completion,) = half.generate("Hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
+    assert half.dtype == dtype
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ConfigError, match=r"unknown executor 'tosch'.*did you mean 'torch'"):
+        LLM(SMALL, executor="tosch")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="no CUDA GPU"):
+            LLM(SMALL, device="cuda")
+    with pytest.raises(DeviceError, match="not enough memory"):
+        LLM("random:n_embd=2000000,n_head=2,n_layer=1")
+
+
+def test_timings(llm: LLM) -> None:
+    (completion,) = llm.generate("Hello", SamplingParams(max_tokens=5, ignore_eos=True))
+    assert completion.timings.decode_steps == 4
+    assert completion.timings.seconds > completion.timings.prefill_seconds > 0
+    bandwidth = llm.decode_bandwidth(completion)
+    assert bandwidth is not None
+    assert bandwidth > 0
+    (single,) = llm.generate("Hello", SamplingParams(max_tokens=1))
+    assert llm.decode_bandwidth(single) is None

@@ -1,0 +1,170 @@
+"""Sampling against `transformers`' own processors, and the drawn frequencies against the distribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpline.config import ModelConfig, SamplingParams
+from warpline.engine import sampling
+from warpline.engine.state import Request, State, _uniform
+
+VOCAB = 97
+CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCAB, n_positions=64, eos_token_id=5)
+
+
+def begin(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> State:
+    state = State(CONFIG, len(params), 64, device=torch.device("cpu"), dtype=torch.float32)
+    prompts = prompts or [[1, 2, 3]] * len(params)
+    rows = zip(prompts, params, strict=True)
+    state.begin([Request(prompt, p, p.seed or 0, 0, min(64, len(prompt) + p.max_tokens)) for prompt, p in rows])
+    return state
+
+
+def random_logits(rows: int, seed: int) -> torch.Tensor:
+    return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+        "top_k": st.sampled_from([0, 1, 2, 10, 96, 97, 500]),
+        "top_p": st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 0.7, 1.5]),
+        "min_tokens": st.sampled_from([0, 2]),
+    }
+)
+
+
+def by_transformers(logits: torch.Tensor, prompt: list[int], params: SamplingParams) -> torch.Tensor:
+    processors: list[Any] = []
+    if params.repetition_penalty != 1:
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
+    if params.min_tokens:
+        processors.append(
+            transformers.MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, eos_token_id=5)
+        )
+    processors.append(transformers.TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(transformers.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        processors.append(transformers.MinPLogitsWarper(params.min_p))
+    ids = torch.tensor([prompt])
+    for processor in processors:
+        logits = processor(ids, logits)
+    return logits.softmax(dim=-1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**31))
+def test_distribution_equals_transformers(choices: list[dict[str, Any]], seed: int) -> None:
+    params = [SamplingParams(**choice) for choice in choices]
+    prompts = [[1, 2, 3, 5], [7], [5, 5], [90, 1, 7]][: len(params)]
+    logits = random_logits(len(params), seed)
+    state = begin(params, prompts)
+    adjusted = sampling.adjust(logits, state)
+    ours = sampling.truncate(adjusted / state.temperature[:, None], state).softmax(dim=-1)
+    for row, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        expected = by_transformers(logits[row : row + 1].clone(), prompt, p)[0]
+        # A token exactly at a threshold may fall on either side by rounding; its mass is then all that differs.
+        assert (ours[row] - expected).abs().max() < 1e-5 or _differs_at_threshold(ours[row], expected)
+
+
+def _differs_at_threshold(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    kept, expected = ours > 0, theirs > 0
+    both = kept & expected
+    one_apart = int((kept ^ expected).sum()) <= 1
+    ratio = (ours[both] / theirs[both]).double()
+    return one_apart and bool((ratio - ratio.mean()).abs().max() < 1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"temperature": 1.0, "top_p": 1.0},
+        {"temperature": 0.7, "top_k": 8, "top_p": 1.0},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.3},
+    ],
+)
+def test_drawn_frequencies_follow_the_distribution(settings_: dict[str, Any]) -> None:
+    draws = 40_000
+    params = SamplingParams(**settings_)
+    state = begin([params])
+    logits = random_logits(1, 11)
+    probability = (
+        sampling.truncate(sampling.adjust(logits, state) / params.temperature, state).softmax(dim=-1)[0].double()
+    )
+    big = begin([params] * 100)
+    counts = torch.zeros(VOCAB, dtype=torch.long)
+    for block in range(draws // 100):
+        uniform = torch.from_numpy(_uniform(block, 3, 100))
+        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, uniform)
+        counts += torch.bincount(drawn, minlength=VOCAB)
+    assert counts[probability == 0].sum() == 0
+    likely = probability * draws >= 5
+    expected = torch.cat([probability[likely] * draws, (probability[~likely].sum() * draws)[None]])
+    observed = torch.cat([counts[likely], counts[~likely].sum()[None]]).double()
+    chi2 = ((observed - expected) ** 2 / expected.clamp(min=1e-9))[expected > 0].sum()
+    freedom = max(int((expected > 0).sum()) - 1, 1)
+    # Wilson–Hilferty: six standard deviations above the mean of the chi-square distribution.
+    bound = freedom * (1 - 2 / (9 * freedom) + 6 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert chi2 < bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARAMS, min_size=2, max_size=5), st.integers(0, 2**31))
+def test_a_row_does_not_see_its_neighbours(choices: list[dict[str, Any]], seed: int) -> None:
+    params = [SamplingParams(**choice, seed=i) for i, choice in enumerate(choices)]
+    params.append(SamplingParams(temperature=0))
+    logits = random_logits(len(params), seed)
+    together = begin(params)
+    sampling.advance(together, logits)
+    for row, p in enumerate(params):
+        alone = begin([p])
+        sampling.advance(alone, logits[row : row + 1])
+        assert alone.tokens[0, 3] == together.tokens[row, 3]
+
+
+def test_extreme_uniforms_draw_possible_tokens() -> None:
+    state = begin([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 3)
+    logits = random_logits(1, 3).expand(3, -1)
+    uniform = torch.tensor([0.0, float(np.nextafter(np.float32(1), np.float32(0))), 0.5])
+    best = set(logits[0].topk(3).indices.tolist())
+    assert set(sampling.choose(logits, state, uniform).tolist()) <= best
+
+
+def test_done_rows_stand_still() -> None:
+    state = begin([SamplingParams(temperature=0, max_tokens=2), SamplingParams(temperature=0, max_tokens=5)])
+    logits = random_logits(2, 5)
+    for _ in range(4):
+        sampling.advance(state, logits)
+    assert state.length.tolist() == [5, 7]
+    assert state.done.tolist() == [True, False]
+
+
+def test_end_of_text_ends_a_row_unless_ignored() -> None:
+    state = begin([SamplingParams(temperature=0), SamplingParams(temperature=0, ignore_eos=True)])
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5] = 9
+    sampling.advance(state, logits)
+    assert state.done.tolist() == [True, False]
+    sampling.advance(state, logits)
+    assert state.length.tolist() == [4, 5]
+
+
+def test_random_numbers_depend_on_seed_sample_and_position_alone() -> None:
+    long, short = _uniform(7, 1, 100), _uniform(7, 1, 10)
+    assert np.array_equal(long[:10], short)
+    assert not np.array_equal(_uniform(8, 1, 10), short)
+    assert not np.array_equal(_uniform(7, 0, 10), short)
+    assert _uniform(2**64 - 1, 0, 4).dtype == np.float32

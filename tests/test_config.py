@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from warpline import EngineConfig, ModelConfig, SamplingParams
+from warpline.config import FAMILY
+from warpline.errors import ConfigError, ModelError
+from warpline.model import parameters
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"min_p": -1}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"n": 0}, "n must"),
+        ({"logprobs": 101}, "logprobs"),
+        ({"max_tokens": 5, "max_new_tokens": 6}, "two names"),
+    ],
+)
+def test_sampling_params_are_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**settings)
+
+
+def test_unknown_settings_are_errors() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_max_new_tokens_is_max_tokens() -> None:
+    assert SamplingParams(max_new_tokens=7).max_tokens == 7
+    assert dataclasses.replace(SamplingParams(max_new_tokens=7), n=2).max_tokens == 7
+
+
+def test_stop_takes_one_text_or_many() -> None:
+    assert SamplingParams(stop="a").stops == ("a",)
+    assert SamplingParams(stop=["a", "b"]).stops == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"device": "cuda:x"}, "cuda:0"),
+        ({"device": "cpu:1"}, "unknown device"),
+        ({"dtype": "fp61"}, "did you mean 'fp16'"),
+        ({"window": 0}, "window"),
+        ({"max_batch": 0}, "max_batch"),
+    ],
+)
+def test_engine_config_is_validated(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**settings)
+
+
+def test_model_config_reads_what_it_writes() -> None:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, n_inner=100, activation_function="relu", vocab_size=99)
+    assert ModelConfig.from_hf(config.to_hf(), "here") == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "llama"}, "'llama' model, not gpt2"),
+        ({}, "'None' model"),
+        ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, "not divisible"),
+        ({"model_type": "gpt2", "activation_function": "mish"}, "activation_function"),
+        ({"model_type": "gpt2", "n_layer": "12"}, "n_layer"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "cross-attention"),
+    ],
+)
+def test_foreign_configs_are_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_hf(raw, "there")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("distilgpt2", 81_912_576),
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("DialoGPT-small", 124_439_808),
+    ],
+)
+def test_family_has_the_published_sizes(name: str, count: int) -> None:
+    assert parameters.count(FAMILY[name][1]) == count
