@@ -5,20 +5,25 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test test-gpu check format clean
 
 help:
-	@echo "make demo     generate a text (creates $(VENV) on first use)"
+	@echo "make demo     write a short story (creates $(VENV) on first use)"
 	@echo "make test     run the tests (no GPU needed)"
+	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make clean    remove $(VENV) and caches"
 
 demo: $(VENV)/.core
-	@$(BIN)/warpline generate "The meaning of life is" --model random:gpt2 --max-new-tokens 40 --seed 7
+	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 11
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --timeout 300
+
+# A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled.
+test-gpu:
+	PYTHONPATH=src:. $(PYTHON) -m pytest tests/gpu -p no:cacheprovider
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -196,9 +196,13 @@ def _load_measured() -> dict[str, float]:
 
 
 def remember_bandwidth(device: Device, bandwidth: float) -> Device:
-    """Keep a measured bandwidth for later runs and return the device with it."""
+    """Keep a measured bandwidth for later runs and return the device with it.
+
+    A peak is the best ever seen: a measurement taken while the machine was busy does not lower it.
+    """
     path = cache_dir() / "bandwidth.json"
-    measured = _load_measured() | {_key(device): round(bandwidth, 2)}
+    measured = _load_measured()
+    bandwidth = measured[_key(device)] = max(round(bandwidth, 2), measured.get(_key(device), 0.0))
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

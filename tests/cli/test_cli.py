@@ -17,6 +17,7 @@ from tests.conftest import SMALL, make_weights
 from warpline import __version__
 from warpline.cli.main import main
 from warpline.config import FAMILY, ModelConfig
+from warpline.model.builtin import BUILTIN
 from warpline.model.weights import Weights
 
 COMMAND = [sys.executable, "-m", "warpline"]
@@ -210,10 +211,28 @@ def test_closed_pipe_is_quiet() -> None:
         assert process.stderr.read() == b""
 
 
+def test_the_default_model_writes_a_story(run: Run) -> None:
+    code, out, err = run("generate", "The little dog", "--temperature", "0")
+    assert code == 0
+    assert out.startswith("The little dog wanted to play the drums.")
+    assert "stories, fp32, torch" in err
+
+
+def test_export(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("export", "random:n_layer=1,n_head=1,n_embd=8,n_positions=16", str(tmp_path / "new"))
+    assert code == 0
+    assert "model.safetensors" in out
+    code, _, err = run("export", "random:n_layer=1,n_head=1,n_embd=8,n_positions=16", str(tmp_path / "new"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "not empty" in err
+    assert run("generate", "Hi", "--model", str(tmp_path / "new"), "--max-new-tokens", "3")[0] == 0
+    assert "unknown dtype" in run("export", "stories", str(tmp_path / "other"), "--dtype", "int3")[2]
+
+
 def test_models(run: Run) -> None:
     code, out, _ = run("models")
     assert code == 0
-    assert all(name in out for name in FAMILY)
+    assert all(name in out for name in (*BUILTIN, *FAMILY))
     rows = {row["name"]: row for row in json.loads(run("models", "--json")[1])}
     assert rows["gpt2"]["parameters"] == 124_439_808
     assert rows["gpt2"]["bytes_per_token"]["fp16"] / 1e6 == pytest.approx(247.3, abs=0.1)

@@ -15,7 +15,7 @@ from warpline.config import ModelConfig, SamplingParams
 from warpline.engine import sampling
 from warpline.engine.state import Request, State, _uniform
 
-VOCAB = 97
+VOCAB = 997  # more than the short list of a CPU
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCAB, n_positions=64, eos_token_id=5)
 
 
@@ -34,7 +34,7 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
 PARAMS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.3, 0.8, 1.0, 1.7]),
-        "top_k": st.sampled_from([0, 1, 2, 10, 96, 97, 500]),
+        "top_k": st.sampled_from([0, 1, 2, 10, 255, 256, 257, 500, 996, 997, 5000]),
         "top_p": st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
         "min_p": st.sampled_from([0.0, 0.01, 0.2, 1.0]),
         "repetition_penalty": st.sampled_from([1.0, 0.7, 1.5]),

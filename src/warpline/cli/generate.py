@@ -11,6 +11,7 @@ import typer
 
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError
+from warpline.model.builtin import DEFAULT
 
 if TYPE_CHECKING:
     from warpline.engine.engine import LLM
@@ -29,7 +30,7 @@ def generate(
     model: Annotated[
         str,
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
-    ] = "random:gpt2",
+    ] = DEFAULT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = _SAMPLING.max_tokens,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _SAMPLING.temperature,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k,

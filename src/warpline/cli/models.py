@@ -7,13 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from warpline.config import FAMILY
-from warpline.model import cost, parameters
+from warpline.config import FAMILY, ModelConfig
+from warpline.model import builtin, cost, parameters
+from warpline.model.builtin import BUILTIN
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the models that have a name, with their sizes and the bytes one decoded token must read."""
-    rows = [_row(name) for name in FAMILY]
+    rows = [_row(name, builtin.config(name), None) for name in BUILTIN]
+    rows += [_row(name, config, hub_id) for name, (hub_id, config) in FAMILY.items()]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -25,7 +27,6 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     table.add_column("name", no_wrap=True)
     for title in ("layers", "width", "heads", "parameters", "fp32", "fp16"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("hub id")
     for row in rows:
         table.add_row(
             row["name"],
@@ -35,19 +36,18 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
             f"{row['parameters'] / 1e6:,.1f} M",
             f"{row['bytes_per_token']['fp32'] / 1e6:,.1f}",
             f"{row['bytes_per_token']['fp16'] / 1e6:,.1f}",
-            row["hub_id"],
         )
     console = Console(highlight=False, markup=False)
     console.print(table)
     console.print(
-        "\nfp32, fp16: MB that one decoded token must read. The names download from the hub\n"
-        "(pip install 'warpline[hub]'). Also: a folder, a .safetensors file, any hub id, or random\n"
-        "weights: random:gpt2, random:gpt2-xl,seed=3, random:n_layer=2,n_head=2,n_embd=128."
+        f"\nfp32, fp16: MB that one decoded token must read. Built in: {', '.join(BUILTIN)}. The others come from the\n"
+        "Hugging Face hub (pip install 'warpline[hub]'). Also: a folder, a .safetensors file, any hub id, or random\n"
+        "weights: random:gpt2, random:gpt2-xl,seed=3, random:n_layer=2,n_head=2,n_embd=128.",
+        soft_wrap=True,
     )
 
 
-def _row(name: str) -> dict[str, Any]:
-    hub_id, config = FAMILY[name]
+def _row(name: str, config: ModelConfig, hub_id: str | None) -> dict[str, Any]:
     return {
         "name": name,
         "hub_id": hub_id,

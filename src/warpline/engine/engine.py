@@ -20,6 +20,7 @@ from warpline.engine.sequence import Sequence as Row
 from warpline.engine.state import Progress, Request, State
 from warpline.errors import ConfigError, DeviceError
 from warpline.model import cost, weights
+from warpline.model.builtin import DEFAULT
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,13 @@ Prompt = str | Sequence[int]
 class LLM:
     """A GPT-2 ready to write.
 
-    `model` is anything `warpline.model.weights.load` knows: "random:gpt2", a folder, a .safetensors file, a hub id.
-    The keywords are those of `EngineConfig`.
+    `model` is anything `warpline.model.weights.load` knows: "stories", "random:gpt2", a folder, a .safetensors file,
+    a hub id. The keywords are those of `EngineConfig`.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str = DEFAULT,
         *,
         device: str = "auto",
         dtype: str = "auto",

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from warpline.engine.state import State
 
+#: How many of the likeliest tokens a CPU looks at before it sorts them all.
+SHORT_LIST = 256
+
 
 def advance(state: State, logits: Tensor) -> None:
     """Choose each row's next token from `logits` [B, V] and append it, unless the row is done."""
@@ -69,23 +72,35 @@ def choose(logits: Tensor, state: State, uniform: Tensor) -> Tensor:
 
 def truncate(scaled: Tensor, state: State) -> Tensor:
     """Top-k, top-p and min-p, in this order: what is cut becomes -inf. Equally likely tokens stay or go together."""
-    batch, vocab = scaled.shape
     needs = state.needs
-    if needs.top_k or needs.top_p:
-        ranked = scaled.sort(dim=-1, descending=True).values
-        if needs.top_k:
-            last = ranked.gather(1, state.top_k[:batch, None].clamp(max=vocab) - 1)
-            scaled = scaled.masked_fill(scaled < last, -torch.inf)
-            ranked = ranked.masked_fill(ranked < last, -torch.inf)
-        if needs.top_p:
-            probability = ranked.softmax(dim=-1)
-            before = probability.cumsum(dim=-1) - probability  # mass of the likelier tokens
-            top_p = state.top_p[:batch, None]
-            kept = (before < top_p) | (top_p >= 1)
-            last = ranked.where(kept, torch.inf).amin(dim=-1, keepdim=True)
-            scaled = scaled.masked_fill(scaled < last, -torch.inf)
+    if needs.candidates:
+        # Sorting the whole vocabulary takes a CPU longer than a small model's forward pass, and a few hundred tokens
+        # nearly always hold the mass; a GPU sorts quickly but should not be asked whether they did.
+        hurried = scaled.device.type == "cpu" and needs.candidates > SHORT_LIST
+        for count in (SHORT_LIST, needs.candidates) if hurried else (needs.candidates,):
+            lowest, certain = _lowest_kept(scaled, state, count)
+            if count == needs.candidates or bool(certain.all()):
+                break
+        scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
     if needs.min_p:
         # p ≥ min_p · p_max, in logarithms
-        floor = scaled.amax(dim=-1, keepdim=True) + state.min_p[:batch, None].log()
+        floor = scaled.amax(dim=-1, keepdim=True) + state.min_p[: len(scaled), None].log()
         scaled = scaled.masked_fill(scaled < floor, -torch.inf)
     return scaled
+
+
+def _lowest_kept(scaled: Tensor, state: State, count: int) -> tuple[Tensor, Tensor]:
+    """The least likely token that top-k and top-p keep, judged by the `count` likeliest; whether those sufficed."""
+    batch, vocab = scaled.shape
+    top_k, top_p = state.top_k[:batch, None], state.top_p[:batch, None]
+    ranked = scaled.topk(count, dim=-1).values if count < vocab else scaled.sort(dim=-1, descending=True).values
+    kth = torch.where(top_k <= count, ranked.gather(1, top_k.clamp(max=count) - 1), -torch.inf)
+    kept = scaled.where(scaled >= kth, -torch.inf)
+    probability = (ranked.where(ranked >= kth, -torch.inf) - kept.logsumexp(dim=-1, keepdim=True)).exp()
+    mass = probability.cumsum(dim=-1)
+    likelier = mass - probability  # mass of the likelier tokens
+    nucleus = ranked.where((likelier < top_p) & (ranked >= kth), torch.inf).amin(dim=-1, keepdim=True)
+    lowest = torch.where(top_p < 1, nucleus, kth)
+    # A top-k beyond the list leaves open what the mass is a share of.
+    certain = (top_k <= count) | ((top_k >= vocab) & ((top_p >= 1) | (mass[:, -1:] >= top_p)))
+    return lowest, certain

@@ -37,8 +37,7 @@ class Needs:
     penalty: bool
     min_length: bool
     random: bool
-    top_k: bool
-    top_p: bool
+    candidates: int  # how many of the likeliest tokens top-k and top-p may have to look at; 0 if no row uses either
     min_p: bool
     logprobs: int | None
 
@@ -78,7 +77,7 @@ class State:
         self.top_token: Tensor | None = None
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
-        self.needs = Needs(False, False, False, False, False, False, None)
+        self.needs = Needs(False, False, False, 0, False, None)
 
     def fits(self, rows: int, capacity: int) -> bool:
         """Whether a batch of this size can be begun here."""
@@ -87,6 +86,7 @@ class State:
     def begin(self, requests: Rows[Request]) -> None:
         """Take in a new batch; nothing of the last one is left."""
         batch, params = len(requests), [request.params for request in requests]
+        vocab = self.config.vocab_size
         self.batch = batch
         self.longest = max(len(request.prompt) for request in requests)
         tokens = np.zeros((batch, self.capacity), np.int64)
@@ -100,7 +100,7 @@ class State:
         self._fill(self.length, [len(request.prompt) for request in requests])
         self._fill(self.limit, [request.limit for request in requests])
         self._fill(self.min_length, [len(request.prompt) + request.params.min_tokens for request in requests])
-        self._fill(self.top_k, [p.top_k or self.config.vocab_size for p in params])
+        self._fill(self.top_k, [min(p.top_k or vocab, vocab) for p in params])
         self._fill(self.temperature, [p.temperature for p in params])
         self._fill(self.top_p, [p.top_p for p in params])
         self._fill(self.min_p, [p.min_p for p in params])
@@ -113,8 +113,7 @@ class State:
             penalty=any(p.repetition_penalty != 1 for p in params),
             min_length=any(p.min_tokens > 0 for p in params),
             random=bool(sampled),
-            top_k=any(p.top_k for p in sampled),
-            top_p=any(p.top_p < 1 for p in sampled),
+            candidates=max((min(p.top_k or vocab, vocab) for p in sampled if p.top_k or p.top_p < 1), default=0),
             min_p=any(p.min_p > 0 for p in sampled),
             logprobs=max(tops) if tops else None,
         )

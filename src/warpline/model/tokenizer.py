@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import gzip
+import json
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -85,6 +86,10 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """`encode` for many texts at once, on all cores."""
+        return [encoding.ids for encoding in self._backend.encode_batch(texts, add_special_tokens=False)]
+
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
         stream = self.stream(special=special)
@@ -97,6 +102,14 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes of a token, or None if this tokenizer does not work on bytes."""
         return None if self._bytes is None else self._bytes[token]
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and, for a BPE, the vocab.json and merges.txt that older readers want."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        if isinstance(self._backend.model, models.BPE):
+            self._backend.model.save(str(folder))
+            vocab = sorted(self._backend.get_vocab().items(), key=lambda entry: entry[1])
+            (folder / "vocab.json").write_text(json.dumps(dict(vocab), ensure_ascii=False), encoding="utf-8")
 
     def _byte_table(self, added: set[int]) -> list[bytes]:
         byte = {char: value for value, char in byte_alphabet().items()}

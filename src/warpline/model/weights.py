@@ -20,7 +20,8 @@ from torch import Tensor
 
 from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, ModelError, nearest
-from warpline.model import parameters
+from warpline.model import builtin, parameters
+from warpline.model.builtin import BUILTIN
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
@@ -46,12 +47,15 @@ class Weights:
 def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
     """Load `model` as `dtype` onto `device`.
 
-    `model` is "random:gpt2", "random:gpt2-xl,seed=3", "random:n_layer=2,n_head=2,n_embd=128", a folder, a
-    .safetensors file, a family name ("gpt2") or a hub id ("owner/name").
+    `model` is a built-in name ("stories"), random weights ("random:gpt2", "random:gpt2-xl,seed=3",
+    "random:n_layer=2,n_head=2,n_embd=128"), a folder, a .safetensors file, a family name ("gpt2") or a hub id
+    ("owner/name").
     """
     target = (torch.device(device), TORCH_DTYPES[dtype])
     if model.startswith("random:"):
         return _random(model, *target)
+    if model in BUILTIN:
+        return _from_folder(builtin.folder(model), model, *target)
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_folder(path, model, *target)
@@ -247,10 +251,10 @@ def checkpoint(weights: Weights) -> dict[str, Tensor]:
 def _download(model: str) -> Path:
     repo = FAMILY[model][0] if model in FAMILY else model
     if model not in FAMILY and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        known = ", ".join(FAMILY)
+        names = (*BUILTIN, *FAMILY)
         raise ModelError(
-            f"unknown model '{model}'{nearest(model, FAMILY)}: give a folder, a .safetensors file, a hub id "
-            f"(owner/name), random:gpt2, or one of {known}"
+            f"unknown model '{model}'{nearest(model, names)}: give a folder, a .safetensors file, a hub id "
+            f"(owner/name), random:gpt2, or one of {', '.join(names)}"
         )
     try:
         import huggingface_hub

@@ -1,0 +1,28 @@
+"""`warpline export`: write a model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from warpline.config import DTYPE_BYTES
+from warpline.errors import one_of
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(help="A name from 'warpline models', random:…, a folder, a file or a hub id.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp16",
+) -> None:
+    """Write a model as a Hugging Face folder: config, safetensors, tokenizer. `transformers` loads it as it is."""
+    one_of(dtype, DTYPE_BYTES, "dtype")
+
+    from warpline.model import weights
+    from warpline.model.export import export as write
+
+    for path in write(weights.load(model, dtype=dtype), folder):
+        typer.echo(f"{path}  {path.stat().st_size / 1e6:,.1f} MB")

@@ -1,0 +1,23 @@
+"""The models that ship inside the package."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+from warpline.config import ModelConfig
+
+#: Name → one line about it. Its files are under data/<name>.
+BUILTIN = {"stories": "short children's stories in English, trained for this package"}
+DEFAULT = "stories"
+
+
+def folder(name: str) -> Path:
+    """Where a built-in model's config.json and weights are."""
+    return Path(str(resources.files("warpline.model").joinpath("data", name)))
+
+
+def config(name: str) -> ModelConfig:
+    """Its shape."""
+    return ModelConfig.from_hf(json.loads((folder(name) / "config.json").read_text(encoding="utf-8")), name)
