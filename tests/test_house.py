@@ -23,6 +23,7 @@ ALLOWED = {
     "model": {"base", "model"},
     "kernels": {"base", "kernels"},
     "engine": {"base", "model", "kernels", "engine"},
+    "bench": {"base", "model", "kernels", "engine", "bench"},
     "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "cluster", "cli"},
 }
 

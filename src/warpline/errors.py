@@ -22,6 +22,10 @@ class DeviceError(WarplineError):
     """A device that is missing, too small or lacks what was asked of it."""
 
 
+class KernelError(WarplineError):
+    """A kernel that cannot be compiled, loaded or launched."""
+
+
 def one_of(value: str, choices: Iterable[str], what: str) -> str:
     """Return `value` if it is among `choices`; otherwise say which choices there are and which one is near."""
     names = list(choices)

@@ -52,6 +52,18 @@ def arch_number(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("af"))
 
 
+#: What the kernels are compiled for, with the shared memory one block can have there.
+ARCH_SHARED_BYTES = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}
+
+
 def _gpu(name: str, arch: int, sms: int, memory: float, bandwidth: float, tensor: float, fp32: float) -> Device:
     return Device(
         name=name,

@@ -42,7 +42,7 @@ def take() -> Survey:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda,
-        "NVIDIA driver": _driver_version(),
+        "NVIDIA driver": driver_version(),
         "NVRTC": _nvrtc_version(),
     }
     folder = hardware.cache_dir()
@@ -75,7 +75,7 @@ def _has_nvidia_gpu() -> bool:
     return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """The driver's own version, as Linux reports it, or the CUDA version it supports."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import SMALL, make_weights
 from warpline import __version__
 from warpline.cli.main import main
 from warpline.config import FAMILY, ModelConfig
+from warpline.kernels.catalog import CATALOG
 from warpline.model.builtin import BUILTIN
 from warpline.model.weights import Weights
 
@@ -236,6 +238,31 @@ def test_models(run: Run) -> None:
     rows = {row["name"]: row for row in json.loads(run("models", "--json")[1])}
     assert rows["gpt2"]["parameters"] == 124_439_808
     assert rows["gpt2"]["bytes_per_token"]["fp16"] / 1e6 == pytest.approx(247.3, abs=0.1)
+
+
+def test_kernels(run: Run) -> None:
+    code, out, _ = run("kernels")
+    assert code == 0
+    assert "layernorm" in out
+    assert [row["name"] for row in json.loads(run("kernels", "--json")[1])] == list(CATALOG)
+    code, out, _ = run("kernels", "compile", "layernorm", "--arch", "sm_75,sm_90", "--dtype", "fp16", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert {row["arch"] for row in rows} == {"sm_75", "sm_90"}
+    assert all(row["spill_bytes"] == 0 and row["registers"] > 0 for row in rows)
+    for arguments, message in (
+        (("compile", "layernrm"), "did you mean 'layernorm'"),
+        (("compile", "--arch", "sm_91"), "did you mean 'sm_90'"),
+        (("compile", "--dtype", "int4"), "unknown dtype"),
+        (("bogus",), "bogus"),
+    ):
+        code, _, err = run("kernels", *arguments)
+        assert (code, err.count("\n")) == (2, 1)
+        assert message in err
+    if not torch.cuda.is_available():
+        code, _, err = run("kernels", "bench")
+        assert code == 2
+        assert "needs a CUDA GPU" in err
 
 
 def test_doctor(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from warpline.config import ModelConfig, SamplingParams
 from warpline.engine import sampling
-from warpline.engine.state import Request, State, _uniform
+from warpline.engine.state import Request, State, noise_keys
 
 VOCAB = 997  # more than the short list of a CPU
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCAB, n_positions=64, eos_token_id=5)
@@ -107,8 +108,8 @@ def test_drawn_frequencies_follow_the_distribution(settings_: dict[str, Any]) ->
     big = begin([params] * 100)
     counts = torch.zeros(VOCAB, dtype=torch.long)
     for block in range(draws // 100):
-        uniform = torch.from_numpy(_uniform(block, 3, 100))
-        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, uniform)
+        keys = torch.from_numpy(noise_keys(block, 3, 100))
+        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, keys)
         counts += torch.bincount(drawn, minlength=VOCAB)
     assert counts[probability == 0].sum() == 0
     likely = probability * draws >= 5
@@ -135,12 +136,43 @@ def test_a_row_does_not_see_its_neighbours(choices: list[dict[str, Any]], seed: 
         assert alone.tokens[0, 3] == together.tokens[row, 3]
 
 
-def test_extreme_uniforms_draw_possible_tokens() -> None:
-    state = begin([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 3)
-    logits = random_logits(1, 3).expand(3, -1)
-    uniform = torch.tensor([0.0, float(np.nextafter(np.float32(1), np.float32(0))), 0.5])
+def test_noise_is_gumbel_and_independent_between_tokens_and_positions() -> None:
+    noise = sampling.gumbel(torch.from_numpy(noise_keys(1, 0, 400)), VOCAB).double()
+    assert noise.isfinite().all()
+    count = noise.numel()
+    # Euler's constant, π²/6, and the exponential distribution that every Gumbel variable hides.
+    assert noise.mean() == pytest.approx(0.5772157, abs=6 * (1.645 / count) ** 0.5)
+    assert noise.var() == pytest.approx(1.644934, rel=6 * (4.4 / count) ** 0.5)
+    uniform = torch.exp(-torch.exp(-noise)).flatten().sort().values
+    distance = (uniform - torch.arange(1, count + 1) / count).abs().max()
+    assert distance < 2.5 / count**0.5  # Kolmogorov–Smirnov; exceeded once in 100,000
+    centred = noise - noise.mean()
+    for shifted in (centred[:, :-1] * centred[:, 1:], centred[:-1] * centred[1:]):
+        assert shifted.mean().abs() < 6 * 1.645 / shifted.numel() ** 0.5
+
+
+def test_noise_of_known_keys() -> None:
+    """The hash is a contract between executors: these figures were computed in plain Python integers."""
+
+    def by_hand(key: int, token: int) -> float:
+        x = (key + token) & 0xFFFFFFFF
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+        x ^= x >> 16
+        return -math.log(-math.log1p(-(x + 0.5) / 2**32))
+
+    keys = [0, 1, -1, 2**31 - 1, -(2**31), 123456789]
+    noise = sampling.gumbel(torch.tensor(keys, dtype=torch.int32), 50257)
+    for row, key in enumerate(keys):
+        for token in (0, 1, 255, 256, 50256):
+            assert float(noise[row, token]) == pytest.approx(by_hand(key, token), rel=1e-4, abs=1e-4)
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    state = begin([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 500)
+    logits = random_logits(1, 3).expand(500, -1)
     best = set(logits[0].topk(3).indices.tolist())
-    assert set(sampling.choose(logits, state, uniform).tolist()) <= best
+    assert set(sampling.choose(logits, state, torch.from_numpy(noise_keys(1, 1, 500))).tolist()) == best
 
 
 def test_done_rows_stand_still() -> None:
@@ -163,8 +195,8 @@ def test_end_of_text_ends_a_row_unless_ignored() -> None:
 
 
 def test_random_numbers_depend_on_seed_sample_and_position_alone() -> None:
-    long, short = _uniform(7, 1, 100), _uniform(7, 1, 10)
+    long, short = noise_keys(7, 1, 100), noise_keys(7, 1, 10)
     assert np.array_equal(long[:10], short)
-    assert not np.array_equal(_uniform(8, 1, 10), short)
-    assert not np.array_equal(_uniform(7, 0, 10), short)
-    assert _uniform(2**64 - 1, 0, 4).dtype == np.float32
+    assert not np.array_equal(noise_keys(8, 1, 10), short)
+    assert not np.array_equal(noise_keys(7, 0, 10), short)
+    assert noise_keys(2**64 - 1, 0, 4).dtype == np.int32

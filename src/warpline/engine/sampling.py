@@ -23,7 +23,7 @@ def advance(state: State, logits: Tensor) -> None:
     slot = length.clamp(max=state.capacity - 1)
 
     raw = logits.float()
-    token = choose(adjust(raw, state), state, state.uniform[row, slot])
+    token = choose(adjust(raw, state), state, state.noise[row, slot])
     token = torch.where(done, state.tokens[row, slot], token)
     state.tokens[row, slot] = token
     if state.logprob is not None and state.top_logprob is not None and state.top_token is not None:
@@ -56,18 +56,33 @@ def adjust(logits: Tensor, state: State) -> Tensor:
     return logits
 
 
-def choose(logits: Tensor, state: State, uniform: Tensor) -> Tensor:
-    """Greedy rows take the likeliest token; the others invert the distribution at `uniform` [B]."""
+def choose(logits: Tensor, state: State, keys: Tensor) -> Tensor:
+    """Greedy rows take the likeliest token; the others the likeliest after Gumbel noise, which is a fair draw.
+
+    Among the ways to draw, this one is a plain argmax, and it forgives rounding best: a token changes only if the two
+    best sums are as close as the rounding error, whereas a cumulative distribution has 50,257 such brinks.
+    """
     likeliest = logits.argmax(dim=-1)
     if not state.needs.random:
         return likeliest
     temperature = state.temperature[: len(logits)]
-    probability = truncate(logits / temperature.where(temperature > 0, 1)[:, None], state).softmax(dim=-1)
-    # The first token at which the running sum exceeds uniform × total. As uniform < 1 the product stays below the
-    # total, and a token of probability 0 never makes the sum exceed anything, so neither can be drawn wrongly.
-    total = probability.cumsum(dim=-1)
-    drawn = torch.searchsorted(total, uniform[:, None] * total[:, -1:], right=True)[:, 0]
+    scaled = truncate(logits / temperature.where(temperature > 0, 1)[:, None], state)
+    drawn = (scaled + gumbel(keys, logits.shape[-1])).argmax(dim=-1)
     return torch.where(temperature > 0, drawn, likeliest)
+
+
+def gumbel(keys: Tensor, count: int) -> Tensor:
+    """Standard Gumbel noise [B, count] of the tokens 0 … count-1, a pure function of `keys` [B] (int32).
+
+    Each token's 32 bits are an integer hash of key + token, with two rounds of multiply and shift. Exponential noise
+    from them is finest near 0, where the winners come from; its negative logarithm is Gumbel noise.
+    """
+    bits = keys[:, None] + torch.arange(count, dtype=torch.int32, device=keys.device)
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D  # int32 wraps around, and & makes the shift a logical one
+    bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
+    bits = bits ^ (bits >> 16 & 0xFFFF)
+    uniform = ((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2**-32
+    return -torch.log(-torch.log1p(-uniform))
 
 
 def truncate(scaled: Tensor, state: State) -> Tensor:

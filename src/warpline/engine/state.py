@@ -2,12 +2,14 @@
 
 An executor reads the newest token and its position here and writes the next one here, so nothing is handed over
 per token. Row b of `tokens` holds its prompt and then what was generated; `length[b]` says how much of it is valid.
-Randomness is a table: `uniform[b, t]` in [0, 1) decides the token at position t. It follows from (seed, sample)
-alone, so a row draws the same whatever it is batched with, and no executor needs a generator of its own.
+Randomness is a table too: from the 32-bit key `noise[b, t]` follows the noise of every token at position t. It comes
+from the row's seed, prompt and sample number alone, so a row draws the same whatever it is batched with, and no
+executor keeps a generator.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -28,6 +30,12 @@ class Request:
     seed: int
     sample: int  # which of the n completions of the prompt
     limit: int  # length at which the row ends, prompt included
+
+    @property
+    def stream(self) -> int:
+        """Which of a seed's random streams the row uses: prompts and samples that differ draw independently."""
+        content = np.array([self.sample, *self.prompt], dtype=np.int64).tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class State:
         self.config, self.rows, self.capacity, self.device = config, rows, capacity, device
         self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
         self.tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
-        self.uniform = torch.zeros(rows, capacity, device=device)
+        self.noise = torch.zeros(rows, capacity, dtype=torch.int32, device=device)
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
         self.limit = torch.zeros_like(self.length)
         self.min_length = torch.zeros_like(self.length)
@@ -90,13 +98,13 @@ class State:
         self.batch = batch
         self.longest = max(len(request.prompt) for request in requests)
         tokens = np.zeros((batch, self.capacity), np.int64)
-        uniform = np.zeros((batch, self.capacity), np.float32)
+        noise = np.zeros((batch, self.capacity), np.int32)
         for row, request in enumerate(requests):
             tokens[row, : len(request.prompt)] = request.prompt
             if request.params.temperature > 0:
-                uniform[row, : request.limit] = _uniform(request.seed, request.sample, request.limit)
+                noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
         self._fill(self.tokens, tokens)
-        self._fill(self.uniform, uniform)
+        self._fill(self.noise, noise)
         self._fill(self.length, [len(request.prompt) for request in requests])
         self._fill(self.limit, [request.limit for request in requests])
         self._fill(self.min_length, [len(request.prompt) + request.params.min_tokens for request in requests])
@@ -149,7 +157,7 @@ class State:
         return Progress(first, length, packed[:, 1:], *more)
 
 
-def _uniform(seed: int, sample: int, count: int) -> np.ndarray:
-    """Philox, a counter-based generator: entry t depends on nothing but (seed, sample, t)."""
-    key = np.array([seed, sample], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32)
+def noise_keys(seed: int, stream: int, count: int) -> np.ndarray:
+    """Philox, a counter-based generator: key t depends on nothing but (seed, stream, t)."""
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
+    return generator.integers(-(2**31), 2**31, count, dtype=np.int32)

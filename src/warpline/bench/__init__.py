@@ -1,0 +1,1 @@
+"""Measurements under one protocol, kept as rows with their provenance."""

@@ -1,0 +1,151 @@
+"""`warpline kernels`: list the catalog, compile it for any GPU, time it on this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from warpline.config import DTYPE_BYTES
+from warpline.errors import one_of
+from warpline.hardware import ARCH_SHARED_BYTES
+from warpline.kernels.catalog import CATALOG, find
+from warpline.kernels.spec import KernelSpec
+
+app = typer.Typer(help="The CUDA kernels: list, compile, time.", no_args_is_help=False)
+
+Names = Annotated[list[str] | None, typer.Argument(help="Kernels by name; all if none is given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _chosen(names: list[str] | None) -> list[KernelSpec]:
+    return [find(name) for name in names] if names else list(CATALOG.values())
+
+
+def _split(text: str, choices: list[str], what: str) -> list[str]:
+    return [one_of(part.strip(), choices, what) for part in text.split(",")]
+
+
+@app.callback(invoke_without_command=True)
+def kernels(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the catalog."""
+    if context.invoked_subcommand is not None:
+        return
+    rows: list[dict[str, Any]] = [
+        {
+            "name": spec.name,
+            "summary": spec.summary,
+            "dtypes": list(spec.dtypes),
+            "tunables": {name: list(values) for name, values in spec.tunables.items()},
+            "source": spec.header,
+        }
+        for spec in CATALOG.values()
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    _print_table(("kernel", "what it does", "dtypes", "source"), [
+        (row["name"], row["summary"], " ".join(row["dtypes"]), row["source"]) for row in rows
+    ])  # fmt: skip
+
+
+@app.command("compile")
+def compile_(
+    names: Names = None,
+    arch: Annotated[str, typer.Option(help="One or several, separated by commas.")] = ",".join(ARCH_SHARED_BYTES),
+    dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, separated by commas.")] = ",".join(DTYPE_BYTES),
+    as_json: AsJson = False,
+) -> None:
+    """Compile for any GPU, on a machine with none: registers, shared memory, spills and time per kernel."""
+    from warpline.kernels.compile import compile_many
+    from warpline.kernels.spec import Variant
+
+    archs = _split(arch, list(ARCH_SHARED_BYTES), "arch")
+    dtypes = _split(dtype, list(DTYPE_BYTES), "dtype")
+    jobs = {
+        (Variant.of(spec, kind, dims), target): None
+        for spec in _chosen(names)
+        for kind in dtypes
+        for dims in spec.bench_dims
+        for target in archs
+        if spec.runs_on(kind, target)
+    }
+    rows: list[dict[str, Any]] = [
+        {
+            "kernel": binary.variant.label,
+            "arch": binary.arch,
+            "registers": binary.report.registers,
+            "shared_bytes": binary.report.shared_bytes,
+            "spill_bytes": binary.report.spill_bytes,
+            "seconds": binary.report.seconds,
+            "cached": binary.report.cached,
+        }
+        for binary in compile_many(list(jobs))
+    ]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    _print_table(("kernel", "arch", "registers", "shared B", "spilled B", "compiled in"), [
+        (
+            row["kernel"],
+            row["arch"],
+            str(row["registers"]),
+            str(row["shared_bytes"]),
+            str(row["spill_bytes"]),
+            f"{1e3 * row['seconds']:,.0f} ms{' (kept)' if row['cached'] else ''}",
+        )
+        for row in rows
+    ])  # fmt: skip
+
+
+@app.command("bench")
+def bench_(
+    names: Names = None,
+    dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, separated by commas.")] = "fp32,fp16",
+    as_json: AsJson = False,
+    save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
+) -> None:
+    """Time the kernels on this GPU, beside torch and beside the bandwidth of a copy."""
+    specs, dtypes = _chosen(names), _split(dtype, list(DTYPE_BYTES), "dtype")
+
+    from warpline.bench.kernels import bench, require_gpu
+    from warpline.bench.rows import append
+    from warpline.progress import progress
+
+    require_gpu()
+    rows: list[dict[str, Any]] = []
+    with progress("Timing kernels", sum(len(spec.bench_dims) for spec in specs) * len(dtypes)) as advance:
+        for row in bench(specs, dtypes):
+            rows.append(row)
+            advance(1)
+    if save is not None:
+        append(save, "kernels", rows)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    _print_table(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "% of copy", "torch µs", "speed-up"), [
+        (
+            row["kernel"],
+            row["dtype"],
+            "×".join(map(str, row["dims"].values())),
+            f"{row['us']:,.2f}",
+            f"{row['gb_s']:,.0f}",
+            f"{row['tflop_s']:,.2f}",
+            f"{row['percent_of_copy']:.0f}",
+            f"{row['torch_us']:,.2f}",
+            f"{row['torch_us'] / row['us']:.2f}×",
+        )
+        for row in rows
+    ])  # fmt: skip
+
+
+def _print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*titles, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,1 @@
+"""What runs on the GPU: CUDA C++ compiled at run time, and the catalog that describes it."""

@@ -1,0 +1,64 @@
+// Numbers, vectors and reductions that every op uses. Knows CUDA's half-precision headers and nothing of the host.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace warpline {
+
+constexpr int WARP = 32;
+
+// Storage types are converted on the way in and out; all arithmetic is float.
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// N neighbours that travel in one load or store.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+    T at[N];
+};
+
+// The widest access, up to 16 bytes, at which every row of `columns` elements starts aligned.
+template <typename T>
+__device__ constexpr int vector_width(int columns) {
+    int width = 16 / static_cast<int>(sizeof(T));
+    while (columns % width != 0) width /= 2;
+    return width;
+}
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Butterfly: every lane ends with the same bits, in a fixed order.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int lane = WARP / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    return x;
+}
+
+// The sum over WARPS neighbouring warps of a block of BLOCK threads. All threads of the block must call it; `scratch`
+// holds BLOCK / 32 floats.
+template <int WARPS>
+__device__ __forceinline__ float group_sum(float x, float* scratch) {
+    x = warp_sum(x);
+    if constexpr (WARPS > 1) {
+        const int warp = threadIdx.x / WARP;
+        __syncthreads();  // the last sum has been read
+        if (threadIdx.x % WARP == 0) scratch[warp] = x;
+        __syncthreads();
+        x = 0.f;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) x += scratch[warp / WARPS * WARPS + i];
+    }
+    return x;
+}
+
+}  // namespace warpline

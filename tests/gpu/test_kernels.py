@@ -1,0 +1,115 @@
+"""Every kernel of the catalog on the GPU: every test shape, every dtype, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from warpline.bench.kernels import bench, random_inputs
+from warpline.config import DTYPE_BYTES
+from warpline.errors import ConfigError, KernelError
+from warpline.kernels import launch, torch_ops  # noqa: F401 - registers the operators
+from warpline.kernels.catalog import CATALOG, LAYERNORM
+from warpline.kernels.compile import compile_many
+from warpline.kernels.spec import Dims, KernelSpec, Variant, as_kwargs
+
+#: Half a unit in the last place of each storage type.
+ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
+#: Operations in float32 on the way to one result, each with a rounding error; they add up like a random walk.
+FLOAT_ERROR = 64 * 2**-24
+
+CASES = [
+    pytest.param(spec, dtype, dims, id=f"{spec.name}-{dtype}-{'x'.join(map(str, dims.values()))}")
+    for spec in CATALOG.values()
+    for dtype in spec.dtypes
+    for dims in spec.test_dims
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All at once, on all cores."""
+    arch = launch.arch_of(0)
+    cases = [case.values for case in CASES]
+    compile_many(list({(Variant.of(spec, dtype, dims), arch) for spec, dtype, dims in cases}))  # type: ignore[arg-type]
+
+
+def poisoned(spec: KernelSpec, inputs: list[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+    return [torch.full_like(inputs[0].new_empty(b.shape(dims)), torch.nan) for b in spec.outputs]
+
+
+def check(spec: KernelSpec, dtype: str, dims: Dims, arch: str | None = None) -> list[torch.Tensor]:
+    seed = torch.seed() % 2**31
+    inputs = random_inputs(spec, dtype, dims, seed)
+    outputs = launch.run(spec, inputs, outputs=poisoned(spec, inputs, dims), arch=arch)
+    exact = spec.reference(*(tensor.double() for tensor in inputs), **as_kwargs(spec, None))
+    for out, reference in zip(outputs, exact, strict=True):
+        assert out.isfinite().all(), f"unwritten or not finite (seed {seed})"
+        # The result is rounded once, and in fused ops an intermediate as well.
+        bound = (2 * ROUNDING[dtype] + FLOAT_ERROR) * float(reference.abs().max())
+        assert float((out.double() - reference).abs().max()) <= bound, f"seed {seed}"
+    again = launch.run(spec, inputs, outputs=poisoned(spec, inputs, dims), arch=arch)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, again, strict=True)), "two runs differ"
+    return outputs
+
+
+@pytest.mark.parametrize(("spec", "dtype", "dims"), CASES)
+def test_kernel_against_float64(spec: KernelSpec, dtype: str, dims: Dims) -> None:
+    check(spec, dtype, dims)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_turing_path(spec: KernelSpec, dtype: str) -> None:
+    """Compiled as PTX for compute_75 and run here."""
+    for dims in spec.test_dims[::4]:
+        check(spec, dtype, dims, arch="compute_75")
+
+
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_every_tunable_choice_is_correct(spec: KernelSpec) -> None:
+    dims = spec.bench_dims[1]
+    inputs = random_inputs(spec, "fp16", dims, 3)
+    expected = launch.run(spec, inputs)
+    default = dict(spec.default(dims))
+    for name, choices in spec.tunables.items():
+        for choice in choices:
+            outputs = launch.run(spec, inputs, outputs=poisoned(spec, inputs, dims), tunables=default | {name: choice})
+            for out, reference in zip(outputs, expected, strict=True):
+                bound = 2 * ROUNDING["fp16"] * float(reference.abs().max())
+                assert float((out.float() - reference.float()).abs().max()) <= bound, (name, choice)
+
+
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_torch_operator(spec: KernelSpec) -> None:
+    inputs = random_inputs(spec, "fp16", spec.test_dims[3], 5)
+    operator = getattr(torch.ops.warpline, spec.name).default
+    torch.library.opcheck(operator, tuple(inputs))
+    direct = launch.run(spec, inputs)
+    result = torch.compile(lambda *t: operator(*t), fullgraph=True)(*inputs)
+    through = list(result) if isinstance(result, tuple) else [result]
+    assert all(torch.equal(a, b) for a, b in zip(through, direct, strict=True))
+
+
+def test_wrong_inputs_are_named() -> None:
+    x, w = torch.zeros(4, 8, device="cuda"), torch.zeros(8, device="cuda")
+    with pytest.raises(ConfigError, match="weight must be contiguous"):
+        launch.run(LAYERNORM, [x, w.half(), w])
+    with pytest.raises(ConfigError, match="x must be contiguous"):
+        launch.run(LAYERNORM, [torch.zeros(8, 4, device="cuda").T, w, w])
+    with pytest.raises(ConfigError, match="on the CPU"):
+        launch.run(LAYERNORM, [x.cpu(), w, w])
+    with pytest.raises(KernelError, match=r"does not run in torch\.int32"):
+        launch.run(LAYERNORM, [x.int(), w.int(), w.int()])
+    assert launch.run(LAYERNORM, [x[:0], w, w])[0].shape == (0, 8)
+
+
+def test_bench_rows_are_whole() -> None:
+    rows = list(bench([LAYERNORM], ["fp16"]))
+    assert len(rows) == len(LAYERNORM.bench_dims)
+    for row in rows:
+        assert row["gpu"] == torch.cuda.get_device_name()
+        assert 0 < row["percent_of_copy"] < 110
+        assert row["us_p20"] <= row["us"] <= row["us_p80"]
+        assert row["gb_s"] == pytest.approx(LAYERNORM.bytes(row["dims"], "fp16") / row["us"] / 1e3, rel=0.01)
+    assert set(DTYPE_BYTES) >= {row["dtype"] for row in rows}

@@ -1,0 +1,195 @@
+"""Kernels compile on a machine without a GPU, for every GPU, and the cache survives what happens to caches."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from warpline.errors import ConfigError, KernelError
+from warpline.hardware import ARCH_SHARED_BYTES
+from warpline.kernels import compile as compiler
+from warpline.kernels.catalog import CATALOG, LAYERNORM, find
+from warpline.kernels.compile import SOURCE, Binary, compile_many, compile_one
+from warpline.kernels.spec import KernelSpec, Variant
+
+HEADERS = sorted(SOURCE.rglob("*.cuh"))
+ALLOWED = {"cuda_fp16.h", "cuda_bf16.h"}
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path))
+    compiler._warned.clear()
+    return tmp_path / "kernels"
+
+
+def variant(columns: int = 96, dtype: str = "fp16") -> Variant:
+    return Variant.of(LAYERNORM, dtype, {"rows": 1, "columns": columns})
+
+
+@pytest.mark.parametrize("arch", ARCH_SHARED_BYTES)
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_every_kernel_compiles_for_every_gpu(spec: KernelSpec, arch: str) -> None:
+    variants = {
+        Variant.of(spec, dtype, d) for dtype in spec.dtypes if spec.runs_on(dtype, arch) for d in spec.bench_dims
+    }
+    for binary in compile_many([(v, arch) for v in variants]):
+        report, label = binary.report, binary.variant.label
+        assert binary.code[:4] == b"\x7fELF"
+        assert report.spill_bytes == 0, label
+        assert report.stack_bytes == 0, label
+        assert report.registers is not None
+        assert report.registers * binary.variant.block <= 65536, label
+        assert report.shared_bytes is not None
+        assert report.shared_bytes <= ARCH_SHARED_BYTES[arch], label
+
+
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_odd_shapes_compile_without_spills(spec: KernelSpec) -> None:
+    jobs = {(Variant.of(spec, "fp16", dims), "sm_75") for dims in spec.test_dims}
+    assert [b.variant.label for b in compile_many(list(jobs)) if b.report.spill_bytes] == []
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+def test_every_header_compiles_alone(header: Path) -> None:
+    name = header.relative_to(SOURCE)
+    code, _ = compiler._nvrtc(f'#include "{name}"\nextern "C" __global__ void k() {{}}\n', "sm_75", str(name))
+    assert code
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+def test_device_code_knows_no_host(header: Path) -> None:
+    assert set(re.findall(r"#include\s+<([^>]+)>", header.read_text())) <= ALLOWED
+
+
+def test_ptx_for_the_turing_path() -> None:
+    binary = compile_one(variant(), "compute_75")
+    assert b".target sm_75" in binary.code
+    assert binary.report.registers is None
+
+
+def test_translation_unit_is_short_and_says_what_it_is() -> None:
+    unit = variant(768).translation_unit()
+    assert unit.startswith("// layernorm fp16 columns=768 block=256 row_warps=1\n")
+    assert "warpline::layernorm<__half, 768, 256, 1>(x, weight, bias, y, rows, epsilon);" in unit
+    assert len(unit.splitlines()) <= 10
+
+
+def test_second_time_comes_from_the_cache(cache: Path) -> None:
+    first, second = compile_one(variant(), "sm_80"), compile_one(variant(), "sm_80")
+    assert not first.report.cached
+    assert second.report.cached
+    assert second.code == first.code
+    assert second.report.registers == first.report.registers
+    assert [path.suffix for path in cache.iterdir()] == [".bin"]
+
+
+def test_whatever_changes_the_result_changes_the_key(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unit = variant().translation_unit()
+    keys = {compiler._key(unit, "sm_80"), compiler._key(unit, "sm_90"), compiler._key(unit + " ", "sm_80")}
+    monkeypatch.setattr(compiler, "FLAGS", ("--std=c++17", "--use_fast_math"))
+    keys.add(compiler._key(unit, "sm_80"))
+    monkeypatch.setattr(compiler, "FLAGS", ("--std=c++17",))
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "99.0")
+    keys.add(compiler._key(unit, "sm_80"))
+    monkeypatch.undo()
+    copy = tmp_path / "cuda"
+    (copy / "ops").mkdir(parents=True)
+    for header in HEADERS:
+        (copy / header.relative_to(SOURCE)).write_text(header.read_text())
+    with (copy / "common.cuh").open("a") as file:  # included by an included header
+        file.write("// changed\n")
+    monkeypatch.setattr(compiler, "SOURCE", copy)
+    keys.add(compiler._key(unit, "sm_80"))
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "foreign"])
+def test_damaged_entries_are_made_anew(cache: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    good = compile_one(variant(), "sm_80")
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    flipped = whole[:-10] + bytes([whole[-10] ^ 1]) + whole[-9:]
+    path.write_bytes({"truncate": whole[:-100], "flip": flipped, "empty": b"", "foreign": b"[1, 2]\nhello"}[damage])
+    again = compile_one(variant(), "sm_80")
+    assert again.code == good.code
+    assert not again.report.cached
+    assert "is damaged" in caplog.text
+    assert compile_one(variant(), "sm_80").report.cached
+
+
+def test_unwritable_cache_costs_only_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path / "file"))
+    compiler._warned.clear()
+    with caplog.at_level(logging.WARNING):
+        assert compile_one(variant(), "sm_80").code
+        assert compile_one(variant(97), "sm_80").code
+    assert caplog.text.count("cannot be kept") == 1
+    assert "WARPLINE_CACHE_DIR" in caplog.text
+
+
+def test_full_disk_leaves_nothing_behind(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        real(self, data[:50])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert compile_one(variant(), "sm_80").code
+    assert "No space left on device" in caplog.text
+    assert list(cache.iterdir()) == []
+
+
+def test_two_processes_at_once(cache: Path) -> None:
+    code = (
+        "from warpline.kernels.catalog import LAYERNORM\nfrom warpline.kernels.compile import compile_many\n"
+        "from warpline.kernels.spec import Variant\n"
+        "jobs = [(Variant.of(LAYERNORM, 'fp16', {'rows': 1, 'columns': c}), 'sm_80') for c in (8, 16, 24, 32)]\n"
+        "print(sum(len(b.code) for b in compile_many(jobs)))"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = {process.communicate(timeout=120)[0] for process in running}
+    assert all(process.returncode == 0 for process in running)
+    assert len(printed) == 1
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_mistake_in_device_code_is_shown(cache: Path) -> None:
+    with pytest.raises(KernelError, match=r"nonsense does not compile for sm_80 with NVRTC \d+\.\d+") as caught:
+        compiler._nvrtc('extern "C" __global__ void k() { undeclared = 1; }', "sm_80", "nonsense")
+    assert "undeclared" in str(caught.value)
+
+
+def test_wrong_calls_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'layernorm'"):
+        find("layernrm")
+    with pytest.raises(ConfigError, match="tunables are block, row_warps"):
+        Variant.of(LAYERNORM, "fp16", {"rows": 1, "columns": 8}, {"block": 128})
+    with pytest.raises(ConfigError, match="weight has columns=9, elsewhere it is 8"):
+        LAYERNORM.dims_of([(2, 8), (9,), (8,)])
+    with pytest.raises(ConfigError, match=r"x has 1 dimensions, expected \(rows, columns\)"):
+        LAYERNORM.dims_of([(2,), (9,), (8,)])
+
+
+def test_bf16_is_not_compiled_for_turing() -> None:
+    assert not LAYERNORM.runs_on("bf16", "sm_75")
+    assert LAYERNORM.runs_on("bf16", "sm_80")
+    assert LAYERNORM.bytes({"rows": 4, "columns": 8}, "fp16") == 2 * (2 * 32 + 16)
+
+
+def test_binary_remembers_its_variant(cache: Path) -> None:
+    binary: Binary = compile_one(variant(), "sm_90")
+    assert (binary.variant, binary.arch) == (variant(), "sm_90")

@@ -1,0 +1,57 @@
+"""The torch operators where there is no GPU: schema, fake implementations, compilation, and the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from warpline.errors import ConfigError
+from warpline.kernels import torch_ops  # noqa: F401 - registers the operators
+from warpline.kernels.catalog import CATALOG
+from warpline.kernels.spec import KernelSpec
+
+SPECS = pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+
+
+def arguments(spec: KernelSpec, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    dims = {"rows": 3, "columns": 10}
+    return [torch.randn(buffer.shape(dims)).to(dtype) for buffer in spec.inputs]
+
+
+def operator(spec: KernelSpec) -> Any:
+    return getattr(torch.ops.warpline, spec.name).default
+
+
+@SPECS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_opcheck(spec: KernelSpec, dtype: torch.dtype) -> None:
+    torch.library.opcheck(operator(spec), tuple(arguments(spec, dtype)))
+
+
+@SPECS
+def test_usable_in_a_compiled_graph(spec: KernelSpec) -> None:
+    def double(*tensors: torch.Tensor) -> Any:
+        result = operator(spec)(*tensors)
+        return 2 * (result[-1] if isinstance(result, tuple) else result)
+
+    compiled = torch.compile(double, backend="aot_eager", fullgraph=True)
+    inputs = arguments(spec)
+    assert torch.allclose(compiled(*inputs), double(*inputs))
+
+
+@SPECS
+def test_numbers_are_passed_on(spec: KernelSpec) -> None:
+    inputs = arguments(spec)
+    assert spec.floats
+    changed = operator(spec)(*inputs, 10.0)
+    usual = operator(spec)(*inputs)
+    last = (changed[-1], usual[-1]) if isinstance(changed, tuple) else (changed, usual)
+    assert not torch.allclose(*last)
+
+
+def test_wrong_shapes_are_named() -> None:
+    with pytest.raises(ConfigError, match="weight has columns=9"):
+        torch.ops.warpline.layernorm(torch.zeros(2, 8), torch.zeros(9), torch.zeros(8))
