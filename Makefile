@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check format clean
+.PHONY: help demo test test-gpu check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -13,10 +13,11 @@ help:
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
+	@echo "make readme   regenerate the tables in docs/ from results/"
 	@echo "make clean    remove $(VENV) and caches"
 
 demo: $(VENV)/.core
-	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 11
+	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 1
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --timeout 300
@@ -33,6 +34,9 @@ check: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+readme: $(VENV)/.dev
+	$(BIN)/python -m tools.readme
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

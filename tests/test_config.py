@@ -16,6 +16,11 @@ from warpline.model import parameters
     [
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-40}, "greedy"),
+        ({"temperature": "hot"}, "must be a number"),
+        ({"top_p": 1e-50}, "top_p"),
+        ({"repetition_penalty": 1e-60}, "repetition_penalty"),
+        ({"n": 100_000_000}, "at most 10,000"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"min_p": -1}, "min_p"),
@@ -58,7 +63,11 @@ def test_stop_takes_one_text_or_many() -> None:
     [
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"device": "cuda:x"}, "cuda:0"),
-        ({"device": "cpu:1"}, "unknown device"),
+        *(
+            ({"device": wrong}, "unknown device")
+            for wrong in ("cpu:1", "cuda:", "auto:", "cuda:00", "cuda:" + "9" * 20)
+        ),
+        ({"window": 10**20}, "window"),
         ({"dtype": "fp61"}, "did you mean 'fp16'"),
         ({"window": 0}, "window"),
         ({"max_batch": 0}, "max_batch"),
@@ -82,6 +91,11 @@ def test_model_config_reads_what_it_writes() -> None:
         ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, "not divisible"),
         ({"model_type": "gpt2", "activation_function": "mish"}, "activation_function"),
         ({"model_type": "gpt2", "n_layer": "12"}, "n_layer"),
+        ({"model_type": "gpt2", "activation_function": None}, "activation_function"),
+        ({"model_type": "gpt2", "activation_function": ["relu"]}, "activation_function"),
+        ({"model_type": "gpt2", "eos_token_id": [50256]}, "eos_token_id must be one token id"),
+        ({"model_type": "gpt2", "layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be positive"),
+        ({"model_type": "gpt2", "tie_word_embeddings": "yes"}, "true or false"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "cross-attention"),
     ],
 )

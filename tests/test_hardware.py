@@ -72,11 +72,12 @@ def test_measured_bandwidth_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert hardware.remember_bandwidth(cpu, measured * 2).measured_bandwidth == pytest.approx(2 * measured, abs=0.01)
 
 
+@pytest.mark.parametrize("broken", ["{broken", "[1]", '{"x": null}', '{"x": "fast"}'])
 def test_broken_cache_is_said_and_healed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path))
-    (tmp_path / "bandwidth.json").write_text("{broken")
+    (tmp_path / "bandwidth.json").write_text(broken)
     cpu = hardware.describe("cpu")
     assert cpu.measured_bandwidth is None
     assert "cannot read" in caplog.text

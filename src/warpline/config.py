@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+    "tanh": "tanh",
 }
 
 
@@ -31,6 +33,10 @@ def _require(condition: bool, message: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +63,21 @@ class ModelConfig:
             value = getattr(self, name)
             _require(_is_int(value) and value > 0, f"{name} must be a positive whole number, not {value!r}")
         _require(self.n_embd % self.n_head == 0, f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
+        eos = self.eos_token_id
+        _require(eos is None or _is_int(eos), f"eos_token_id must be one token id or null, not {eos!r}")
+        for name in ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"):
+            _require(
+                isinstance(getattr(self, name), bool), f"{name} must be true or false, not {getattr(self, name)!r}"
+            )
         if self.eos_token_id is not None and not 0 <= self.eos_token_id < self.vocab_size:
             # Small test models keep GPT-2's default id beyond their vocabulary: it can never be drawn.
             object.__setattr__(self, "eos_token_id", None)
-        _require(self.layer_norm_epsilon > 0, f"layer_norm_epsilon must be positive, not {self.layer_norm_epsilon!r}")
-        one_of(self.activation_function, ACTIVATIONS, "activation_function")
+        epsilon = self.layer_norm_epsilon
+        _require(_is_number(epsilon) and epsilon > 0, f"layer_norm_epsilon must be positive, not {epsilon!r}")
+        one_of(str(self.activation_function), ACTIVATIONS, "activation_function")
         window = self.window
         _require(
-            window is None or (_is_int(window) and window > 0),
+            window is None or (_is_int(window) and 0 < window < 2**31),
             f"window must be a positive number of positions, not {window!r}",
         )
 
@@ -125,6 +138,10 @@ FAMILY: dict[str, tuple[str, ModelConfig]] = {
 }
 
 
+#: What no sensible request exceeds; a slip of the keyboard gets an answer instead of a full memory.
+MOST = {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1, "top_k": 2**31 - 1, "n": 10_000}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is drawn, and when to stop.
@@ -169,17 +186,27 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("n", 1)):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= least, f"{name} must be a whole number ≥ {least}, not {value!r}")
+            most = MOST[name]
+            _require(
+                _is_int(value) and least <= value <= most,
+                f"{name} must be a whole number ≥ {least} (and at most {most:,}), not {value!r}",
+            )
         _require(self.min_tokens <= self.max_tokens, f"min_tokens {self.min_tokens} exceeds max_tokens")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value), f"{name} must be a number, not {value!r}")
+        # The device computes with float32: settings that would vanish or overflow there are refused here.
+        _require(self.temperature >= 0, f"temperature must be ≥ 0 (0 is greedy), not {self.temperature}")
         _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature must be ≥ 0 (0 is greedy), not {self.temperature}",
+            self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
+            f"temperature must be 0 (greedy) or between 0.001 and 1000, not {self.temperature}",
         )
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        _require(self.top_p >= 1e-6, f"top_p must be at least 0.000001, not {self.top_p}: temperature 0 is greedy")
         _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
         _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty must be positive, not {self.repetition_penalty}",
+            1e-3 <= self.repetition_penalty <= 1e3,
+            f"repetition_penalty must be between 0.001 and 1000, not {self.repetition_penalty}",
         )
         seed = self.seed
         _require(
@@ -212,10 +239,11 @@ class EngineConfig:
     max_batch: int = 32
 
     def __post_init__(self) -> None:
-        name, _, index = self.device.partition(":")
-        one_of(name, DEVICES, "device")
-        _require(not index or (name == "cuda" and index.isdecimal()), f"unknown device '{self.device}': use cuda:0")
+        if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
+            one_of(self.device, (*DEVICES, "cuda:0"), "device")
         one_of(self.dtype, ("auto", *DTYPE_BYTES), "dtype")
         window = self.window
-        _require(window is None or (_is_int(window) and window > 0), f"window must be at least 1, not {window!r}")
+        _require(
+            window is None or (_is_int(window) and 0 < window < 2**31), f"window must be at least 1, not {window!r}"
+        )
         _require(_is_int(self.max_batch) and self.max_batch > 0, f"max_batch must be at least 1, not {self.max_batch}")

@@ -182,11 +182,9 @@ def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> fl
 
 
 def cache_dir() -> Path:
-    """Where Warpline keeps what it measured or built: WARPLINE_CACHE_DIR, or the user's cache folder."""
+    """Where Warpline keeps what it measured or built: WARPLINE_CACHE_DIR, or a folder in the user's home."""
     chosen = os.environ.get("WARPLINE_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warpline"
+    return Path(chosen) if chosen else Path.home() / ".cache" / "warpline"
 
 
 def _key(device: Device) -> str:
@@ -199,12 +197,12 @@ def _load_measured() -> dict[str, float]:
         raw = json.loads(path.read_text())
         if not isinstance(raw, dict):
             raise ValueError("no JSON object")
+        return {str(name): float(value) for name, value in raw.items() if float(value) > 0}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         logger.warning("cannot read %s (%s): measured bandwidths are unknown until 'warpline doctor' runs", path, error)
         return {}
-    return {str(name): float(value) for name, value in raw.items()}
 
 
 def remember_bandwidth(device: Device, bandwidth: float) -> Device:

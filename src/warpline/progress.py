@@ -20,7 +20,7 @@ def progress(label: str, total: float) -> Iterator[Callable[[float], None]]:
     start = time.monotonic()
     done = 0.0
     bar: Progress | None = None
-    visible = sys.stderr.isatty()
+    visible = sys.stderr is not None and sys.stderr.isatty()
 
     def advance(amount: float) -> None:
         nonlocal done, bar

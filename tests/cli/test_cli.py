@@ -90,6 +90,8 @@ def test_json(run: Run) -> None:
 def test_several_completions(run: Run) -> None:
     code, out, _ = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4", "-n", "3")
     assert code == 0
+    many = json.loads(run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4", "-n", "40", "--json")[1])
+    assert many["tokens_per_second"] == pytest.approx(many["new_tokens"] / many["seconds"], rel=1e-3)
     assert [line for line in out.splitlines() if line.startswith("---")] == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
 
 
@@ -134,6 +136,13 @@ BAD_INPUT = [
     (["generate", "Hi", "--no-such-option"], "--no-such-option"),
     (["generate", "Hi", "there"], "there"),
     (["genrate", "Hi"], "genrate"),
+    (["generate", "Hi", "--device", "cuda:"], "unknown device 'cuda:'"),
+    (["generate", "Hi", "--window", "99999999999999999999"], "window"),
+    (["generate", "Hi", "--n", "100000000"], "at most 10,000"),
+    (["generate", "Hi", "--temperature", "1e-40"], "greedy"),
+    (["generate", "Hi", "--model", "~nosuchuser/x"], "no usable path"),
+    (["export", "random:n_embd=2000000000,n_head=2,n_layer=1", "never-made"], "not enough memory"),
+    (["export", "random:n_layer=1,n_head=1,n_embd=8,window=3", "never-made"], "sliding window"),
 ]
 
 
@@ -157,6 +166,36 @@ def test_broken_models(run: Run, save_folder: Callable[[Weights], Path]) -> None
     code, _, err = run("generate", "Hi", "--model", str(folder))
     assert code == 2
     assert "'bert' model, not gpt2" in err
+
+
+def test_without_a_command_the_help_is_shown(run: Run) -> None:
+    code, out, err = run()
+    assert code == 2
+    assert "generate" in out + err
+    assert "error:" not in out + err
+
+
+def test_output_that_cannot_be_written() -> None:
+    words = " ".join([*COMMAND, "generate", "Hi", "--max-new-tokens", "3", "--model", f"'{SMALL}'"])
+
+    def with_shell(redirection: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(["bash", "-c", f"{words} {redirection}"], capture_output=True, timeout=60, check=False)
+
+    full, closed, silent = with_shell("> /dev/full"), with_shell(">&-"), with_shell("2>&-")
+    assert (full.returncode, closed.returncode, silent.returncode) == (2, 2, 0)
+    assert b"no space is left" in full.stderr
+    assert b"standard output is closed" in closed.stderr
+    assert b"Traceback" not in full.stderr + closed.stderr
+    ascii_only = with_shell("").stdout
+    assert ascii_only.startswith(b"Hi")
+
+
+def test_terminal_that_knows_only_ascii() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    arguments = [*COMMAND, "generate", "Grüße", "--max-new-tokens", "2", "--model", SMALL]
+    done = subprocess.run(arguments, capture_output=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"Gr??e")
 
 
 def test_debug_shows_the_traceback() -> None:

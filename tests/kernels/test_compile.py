@@ -67,6 +67,13 @@ def test_device_code_knows_no_host(header: Path) -> None:
     assert set(re.findall(r"#include\s+<([^>]+)>", header.read_text())) <= ALLOWED
 
 
+def test_compiling_leaves_pythons_own_objects_alone() -> None:
+    """An empty compiler log is one byte long; written into a shared object it would change b" " everywhere."""
+    compiler._nvrtc('extern "C" __global__ void k() {}', "compute_75", "empty")
+    assert [bytes([value])[0] for value in range(256)] == list(range(256))
+    assert b" ".hex() == "20"
+
+
 def test_ptx_for_the_turing_path() -> None:
     binary = compile_one(variant(), "compute_75")
     assert b".target sm_75" in binary.code

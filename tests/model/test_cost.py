@@ -41,6 +41,17 @@ def test_pairs_and_cache_reads_match_a_count(batch: int, new: int, past: int, wi
     assert work.kv_read == len({j for row in seen for j in row if j < past})
 
 
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(0, 40), st.none() | st.integers(1, 100))
+def test_bytes_of_many_steps_are_the_sum_of_single_ones(lengths: list[int], steps: int, window: int | None) -> None:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=50, window=window)
+    expected = 0
+    for step in range(steps):
+        alone = [cost.total_bytes(cost.decode(config, "fp16", context=length + step)) for length in lengths]
+        shared = cost.total_bytes(cost.decode(config, "fp16", batch=len(lengths)))
+        expected += shared + sum(alone) - len(lengths) * cost.total_bytes(cost.decode(config, "fp16"))
+    assert cost.decode_bytes(config, "fp16", lengths=lengths, steps=steps) == expected
+
+
 @pytest.mark.parametrize(("new", "past"), [(1, 5), (6, 0), (3, 4)])
 def test_flops_of_products_match_torch(new: int, past: int) -> None:
     config = ModelConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=16)

@@ -27,6 +27,7 @@ CONFIGS = {
     "narrow MLP": ModelConfig(n_layer=2, n_head=4, n_embd=64, n_inner=52, vocab_size=1001),
     "exact gelu": ModelConfig(n_layer=2, n_head=2, n_embd=32, activation_function="gelu", vocab_size=500),
     "relu, eps": ModelConfig(n_layer=2, n_head=2, n_embd=32, activation_function="relu", layer_norm_epsilon=1e-3),
+    "tanh": ModelConfig(n_layer=1, n_head=2, n_embd=32, activation_function="tanh", vocab_size=500),
     "unscaled": ModelConfig(n_layer=2, n_head=2, n_embd=32, scale_attn_weights=False, vocab_size=500),
     "layer-scaled": ModelConfig(n_layer=4, n_head=2, n_embd=32, scale_attn_by_inverse_layer_idx=True, vocab_size=500),
     "untied": ModelConfig(n_layer=2, n_head=2, n_embd=32, tie_word_embeddings=False, vocab_size=500),

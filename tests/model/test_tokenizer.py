@@ -198,6 +198,50 @@ def test_tokenizer_json_of_a_folder(tmp_path: Path) -> None:
         Tokenizer.from_file(path)
 
 
+def test_settings_of_a_training_run_are_ignored(tmp_path: Path) -> None:
+    """Truncation and padding stored in a file must not touch a prompt."""
+    backend = Tokenizer.gpt2()._backend
+    text = "one two three four five six seven eight"
+    for name in ("truncation", "padding"):
+        backend.no_padding()
+        if name == "truncation":
+            backend.enable_truncation(max_length=4)
+        else:
+            backend.no_truncation()
+            backend.enable_padding(length=30)
+        backend.save(str(tmp_path / "tokenizer.json"))
+        assert Tokenizer.from_folder(tmp_path).encode(text) == ours().encode(text)
+
+
+def test_folders_with_other_tokenizer_files(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(tmp_path).encode("Hi") == ours().encode("Hi")  # none at all: GPT-2's
+    ours().save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()  # vocab.json and merges.txt are left
+    for text in TRICKY:
+        assert Tokenizer.from_folder(tmp_path).encode(text, special=True) == ours().encode(text, special=True)
+    (tmp_path / "vocab.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"cannot read .*vocab\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "vocab.txt").write_text("[UNK]")
+    with pytest.raises(ModelError, match=r"vocab\.txt, merges\.txt"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
+    vocab = {**{char: i for i, char in enumerate(byte_alphabet().values())}, "日": 256}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    assert Tokenizer(backend).decode([0, 256]) == "!日"
+
+
+def test_text_a_tokenizer_cannot_encode(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(ModelError, match="cannot encode"):
+        Tokenizer(backend).encode("b")
+
+
 def test_tokenizer_that_does_not_work_on_bytes(tmp_path: Path) -> None:
     """A WordPiece model, as some GPT-2s for other languages have, streams too."""
     vocab = {word: i for i, word in enumerate(["[UNK]", "hello", "world", "##ly", "!"])}

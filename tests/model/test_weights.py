@@ -76,6 +76,31 @@ def test_pickled(saved: tuple[Weights, Path]) -> None:
     assert_same(load(str(folder)), expected)
 
 
+def test_pickled_before_torch_had_zip_files(saved: tuple[Weights, Path]) -> None:
+    expected, folder = saved
+    (folder / "model.safetensors").unlink()
+    torch.save(checkpoint(expected), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert_same(load(str(folder)), expected)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"wte.weight": [1.0]}, {3: torch.zeros(1)}])
+def test_pickle_of_something_else(saved: tuple[Weights, Path], content: Any) -> None:
+    _, folder = saved
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="no state dict"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize("weight_map", ["null", "[]", '{"a": 5}', "7"])
+def test_broken_index(saved: tuple[Weights, Path], weight_map: str) -> None:
+    _, folder = saved
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    with pytest.raises(ModelError, match="weight_map"):
+        load(str(folder))
+
+
 def test_pickle_with_code_is_refused(saved: tuple[Weights, Path]) -> None:
     _, folder = saved
     (folder / "model.safetensors").unlink()
@@ -121,6 +146,7 @@ def test_missing_extra_and_misshaped_tensors_are_named(saved: tuple[Weights, Pat
         del tensors["transformer.h.1.ln_2.bias"]
         tensors["score.weight"] = torch.zeros(2, 32)
         tensors["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(32, 99)
+        tensors["transformer.h.1.mlp.c_fc.weight"] = torch.zeros(3, 4, 5)
         tensors["transformer.ln_f.bias"] = torch.zeros(32, dtype=torch.int8)
 
     change(folder, edit)
@@ -129,7 +155,8 @@ def test_missing_extra_and_misshaped_tensors_are_named(saved: tuple[Weights, Pat
     message = str(caught.value)
     assert "missing tensor h.1.ln_2.bias" in message
     assert "unknown tensor score.weight" in message
-    assert "transformer.h.0.mlp.c_fc.weight is 99×32, expected 128×32" in message
+    assert "transformer.h.0.mlp.c_fc.weight is 32×99, expected 32×128" in message
+    assert "transformer.h.1.mlp.c_fc.weight is 3×4×5, expected 32×128" in message
     assert "transformer.ln_f.bias is torch.int8" in message
     assert "missing tensor h.0.mlp.c_fc.weight" not in message
 
@@ -172,6 +199,9 @@ def test_file_without_config(saved: tuple[Weights, Path], tmp_path: Path) -> Non
         ("nowhere.safetensors", "no file or folder"),
         ("gtp2", r"did you mean 'gpt2'"),
         ("random:gtp2", r"did you mean 'gpt2'"),
+        ("random:seed=99999999999999999999999", "cannot set"),
+        ("~nosuchuser/model", "no usable path"),
+        ("x" * 5000, "no usable path"),
         ("random:n_layers=2", "did you mean 'n_layer'"),
         ("random:n_layer=two", "n_layer=two"),
         ("random:n_head=5", "not divisible"),

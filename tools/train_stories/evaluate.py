@@ -15,7 +15,6 @@ import torch
 from tools.train_stories.openings import opening
 from tools.train_stories.teacher import Teacher
 from warpline import LLM, SamplingParams
-from warpline.model.score import score
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     texts = [text for text in texts if len(teacher.encode(text)) < teacher.context]
     llm = LLM(options.model, device=options.device, dtype="fp32", max_batch=128)
 
-    student = score(llm.executor.model, llm.tokenizer, texts)  # type: ignore[attr-defined]
+    student = llm.score(texts)
     nats, characters = teacher.nll(texts)
     if characters != student.characters:
         raise SystemExit(f"scored on different texts: {student.characters} and {characters} characters")
@@ -44,7 +43,7 @@ def main() -> None:
         "characters": characters,
         "student_nats_per_character": student.nats_per_character,
         "teacher_nats_per_character": nats / characters,
-        "student_nats_per_token": student.nats / student.tokens,
+        "student_nats_per_token": student.nats_per_token,
         "student_perplexity": student.perplexity,
     }
 

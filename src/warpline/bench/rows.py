@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import re
 import subprocess
@@ -26,6 +27,7 @@ def provenance() -> dict[str, Any]:
         "schema": SCHEMA,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
+        "source": source_digest(),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "gpu": gpu,
         "driver": driver_version(),
@@ -34,9 +36,31 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def source_digest() -> str:
+    """Digest of the package's code: says what was measured even where there is no checkout to ask for a commit."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cuh", ".cu")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def stamp(path: Path) -> int:
+    """Fill in the commit of rows measured elsewhere from exactly this clean checkout; return how many."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None or _git("status", "--porcelain", "--", "src"):
+        raise ConfigError("rows can only be stamped in a checkout whose src/ is committed")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    ours = [row for row in rows if row["commit"] is None and row["source"] == source_digest()]
+    for row in ours:
+        row["commit"] = commit
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return len(ours)
+
+
 def _git(*arguments: str) -> str | None:
     """What git says of the source tree, or None where this is no checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    command = ["git", "-C", str(Path(__file__).parents[3]), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -23,6 +23,8 @@ def export(
 
     from warpline.model import weights
     from warpline.model.export import export as write
+    from warpline.model.export import require_empty
 
+    require_empty(folder)
     for path in write(weights.load(model, dtype=dtype), folder):
         typer.echo(f"{path}  {path.stat().st_size / 1e6:,.1f} MB")

@@ -121,16 +121,18 @@ def _titled(completions: list[Completion]) -> list[str]:
 
 
 def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
+    from warpline.engine.sequence import total
+
     first, *others = completions
-    seconds = first.timings.seconds
+    timings = total(completions)
     new_tokens = sum(len(c.token_ids) for c in completions)
     each = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in completions]
     return {
         **each[0],
         "prompt_tokens": len(first.prompt_token_ids),
         "new_tokens": new_tokens,
-        "seconds": round(seconds, 6),
-        "tokens_per_second": round(new_tokens / seconds, 3),
+        "seconds": round(timings.seconds, 6),
+        "tokens_per_second": round(new_tokens / timings.seconds, 3),
         "first_token_seconds": round(first.timings.prefill_seconds, 6),
         "seed": first.seed,
         "model": llm.model,
@@ -142,10 +144,12 @@ def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
 
 
 def _write_statistics(llm: LLM, completions: list[Completion]) -> None:
-    timings = completions[0].timings
+    from warpline.engine.sequence import total
+
+    timings = total(completions)
     tokens = sum(len(c.token_ids) for c in completions)
     parts = [f"{tokens} tokens in {timings.seconds:.2f} s", f"{tokens / timings.seconds:,.1f} tok/s"]
-    bandwidth = llm.decode_bandwidth(completions[0], batch=len(completions))
+    bandwidth = timings.gb_per_second
     if bandwidth is not None:
         parts.append(f"{bandwidth:,.1f} GB/s")
         limit = llm.device.limit
@@ -155,7 +159,8 @@ def _write_statistics(llm: LLM, completions: list[Completion]) -> None:
             parts.append(f"{100 * bandwidth / limit[0]:.0f} % of the {limit[1]} {limit[0]:,.0f} GB/s")
     parts.append(f"{llm.model}, {llm.dtype}, {llm.executor.name} on {llm.device.name}")
     line = " · ".join(parts)
-    sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")
+    if sys.stderr is not None:
+        sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")
 
 
 def _write(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -45,17 +46,18 @@ def _root(
     pass
 
 
-class _OneLine(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        word = "note" if record.levelno <= logging.WARNING else "error"
-        return f"{word}: {record.getMessage()}"
+class _OneLine(logging.Handler):
+    """What the library has to say becomes a line on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None:
+            word = "note" if record.levelno <= logging.WARNING else "error"
+            sys.stderr.write(f"{word}: {record.getMessage()}\n")
 
 
 def _set_up_logging(debug: bool) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(_OneLine())
     log = logging.getLogger("warpline")
-    log.handlers = [handler]
+    log.handlers = [_OneLine()]
     log.setLevel(logging.DEBUG if debug else logging.WARNING)
 
 
@@ -67,6 +69,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if "--debug" in options:
         arguments.remove("--debug")
     _set_up_logging(debug)
+    if sys.stdout is None:
+        sys.exit(_complain("standard output is closed: there is nowhere to print to"))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
     sys.exit(_run(arguments, debug))
 
 
@@ -80,26 +86,41 @@ def _run(arguments: list[str], debug: bool) -> int:
         return 0
     except typer.Exit as done:
         return done.exit_code
-    except WarplineError as error:
-        if debug:
-            raise
-        return _complain(str(error))
-    except BrokenPipeError:
-        # Whoever read our output went away, which is no error; nothing may be flushed into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output went away, which is no error
+        _discard_output()
         return CLOSED_PIPE
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped\n")
         return INTERRUPTED
     except Exception as error:
-        # Wrong usage; the class lives in click or inside typer, depending on typer's version.
-        explain = getattr(error, "format_message", None)
-        if explain is None or debug:
+        message = _explanation(error)
+        if message is None or debug:
             raise
-        path = getattr(getattr(error, "ctx", None), "command_path", "warpline")
-        return _complain(f"{explain().rstrip('.')}; see {path} --help")
+        return _complain(message) if message else BAD_INPUT
+
+
+def _explanation(error: Exception) -> str | None:
+    """One line about an error that the user can put right, empty if it has been shown; None for a mistake of ours."""
+    if isinstance(error, WarplineError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _discard_output()
+        return "the output cannot be written: no space is left there"
+    # Wrong usage; the class lives in click or inside typer, depending on typer's version.
+    explain = getattr(error, "format_message", None)
+    if explain is None:
+        return None
+    message = str(explain()).rstrip(".")
+    path = getattr(getattr(error, "ctx", None), "command_path", "warpline")
+    return f"{message}; see {path} --help" if message else ""
+
+
+def _discard_output() -> None:
+    """Nothing may be flushed at exit into what cannot take it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str) -> int:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    if sys.stderr is not None:
+        sys.stderr.write(f"error: {' '.join(message.split())}\n")
     return BAD_INPUT

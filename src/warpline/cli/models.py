@@ -40,9 +40,11 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     console = Console(highlight=False, markup=False)
     console.print(table)
     console.print(
-        f"\nfp32, fp16: MB that one decoded token must read. Built in: {', '.join(BUILTIN)}. The others come from the\n"
-        "Hugging Face hub (pip install 'warpline[hub]'). Also: a folder, a .safetensors file, any hub id, or random\n"
-        "weights: random:gpt2, random:gpt2-xl,seed=3, random:n_layer=2,n_head=2,n_embd=128.",
+        "\nfp32, fp16: MB that one decoded token must read.\n"
+        + "".join(f"{name} is built in: {what}.\n" for name, what in BUILTIN.items())
+        + "The others come from the Hugging Face hub (pip install 'warpline[hub]'). Also: a folder, a\n"
+        ".safetensors file, any hub id, or random weights: random:gpt2, random:gpt2-xl,seed=3,\n"
+        "random:n_layer=2,n_head=2,n_embd=128.",
         soft_wrap=True,
     )
 

@@ -15,12 +15,15 @@ import torch
 from warpline import hardware
 from warpline.config import EngineConfig, SamplingParams
 from warpline.engine import executor as executors
+from warpline.engine.score import Score
 from warpline.engine.sequence import Completion, Timings, TokenLogprob
 from warpline.engine.sequence import Sequence as Row
 from warpline.engine.state import Progress, Request, State
-from warpline.errors import ConfigError, DeviceError
+from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
+from warpline.model.tokenizer import END_OF_TEXT
+from warpline.model.weights import explained_memory
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +53,10 @@ class LLM:
         torch_device = torch.device(_torch_device(asked.device))
         self.dtype = _dtype(asked.dtype, self.device)
         self.model = model
-        with _explained_memory(f"loading {model} as {self.dtype}"):
-            loaded = weights.load(model, dtype=self.dtype, device=str(torch_device))
-            if asked.window is not None:
-                loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
+        loaded = weights.load(model, dtype=self.dtype, device=str(torch_device))
+        if asked.window is not None:
+            loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
+        with explained_memory(f"running {model} as {self.dtype}"):
             self.executor = executors.create(chosen, loaded, torch_device, self.dtype)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer()
@@ -69,16 +72,8 @@ class LLM:
         many = _as_list(prompts)
         if not many:
             raise ConfigError("there is no prompt: give at least one")
-        rows = [
-            row for prompt, its in zip(many, _spread(params, len(many)), strict=True) for row in self._rows(prompt, its)
-        ]
-        results: list[Completion] = []
-        for first in range(0, len(rows), self.max_batch):
-            batch = Batch(self, rows[first : first + self.max_batch])
-            for _ in batch.run():
-                pass
-            results += batch.completions()
-        return results
+        pairs = zip(many, _spread(params, len(many)), strict=True)
+        return self._run([row for prompt, its in pairs for row in self._rows(prompt, its)])
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt; iterate over the result for pieces of text as they come."""
@@ -87,14 +82,31 @@ class LLM:
             raise ConfigError("stream gives one completion: use generate for n > 1")
         return Stream(Batch(self, self._rows(prompt, params)))
 
-    def decode_bandwidth(self, completion: Completion, batch: int = 1) -> float | None:
-        """GB/s that the decode steps of a completion moved: weights and KV cache, nothing else counted."""
-        timings = completion.timings
-        if not timings.decode_steps or not timings.decode_seconds:
-            return None
-        prompt = len(completion.prompt_token_ids)
-        moved = cost.decode_bytes(self.config, self.dtype, prompt=prompt, steps=timings.decode_steps, batch=batch)
-        return moved / timings.decode_seconds / 1e9
+    def score(self, texts: list[str]) -> Score:
+        """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
+
+        The tokens go through the executor's own decode steps, so this measures what generates.
+        """
+        (end,) = self.tokenizer.encode(END_OF_TEXT, special=True)
+        params = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
+        rows = []
+        for ids in self.tokenizer.encode_many(texts):
+            if len(ids) + 2 > self.config.n_positions:
+                most = self.config.n_positions - 2
+                raise ConfigError(f"a text has {len(ids):,} tokens, but at most {most:,} can be scored: split it")
+            request = Request([end], params, 0, 0, len(ids) + 2, forced=[*ids, end])
+            rows.append(Row("", request, self.tokenizer, None))
+        scored = [entry.logprob for c in self._run(rows) for entry in c.logprobs or ()]
+        return Score(-sum(scored), len(scored), sum(map(len, texts)))
+
+    def _run(self, rows: list[Row]) -> list[Completion]:
+        results: list[Completion] = []
+        for first in range(0, len(rows), self.max_batch):
+            batch = Batch(self, rows[first : first + self.max_batch])
+            for _ in batch.run():
+                pass
+            results += batch.completions()
+        return results
 
     def _rows(self, prompt: Prompt, params: SamplingParams) -> list[Row]:
         if isinstance(prompt, str):
@@ -124,18 +136,19 @@ class LLM:
         requests = [Request(ids, params, seed, sample, limit) for sample in range(params.n)]
         return [Row(text, request, self.tokenizer, config.eos_token_id) for request in requests]
 
-    def borrow(self, rows: int, capacity: int) -> State:
-        """A state that fits: the idle one, or a new one that takes its place."""
+    def _borrow(self, rows: int, capacity: int) -> State:
+        """A state that fits: the idle one, or a larger one that takes its place and serves both kinds of request."""
         state, self._idle = self._idle, None
-        if state is not None and state.fits(rows, capacity):
-            return state
-        del state  # before the new one is allocated
+        if state is not None:
+            if state.fits(rows, capacity):
+                return state
+            rows, capacity = max(rows, state.rows), max(capacity, state.capacity)
+            del state  # before the new one is allocated
         capacity = min(-(-capacity // 128) * 128, self.config.n_positions)
-        with _explained_memory(f"a KV cache of {rows} × {capacity} positions"):
+        with explained_memory(f"a KV cache of {rows} × {capacity} positions"):
             return self.executor.allocate(rows, capacity)
 
-    def give_back(self, state: State) -> None:
-        """Keep `state` for the next request."""
+    def _give_back(self, state: State) -> None:
         self._idle = state
 
 
@@ -151,7 +164,7 @@ class Batch:
         """Generate; control returns after every chunk, when the rows have taken in their new tokens."""
         executor = self.llm.executor
         requests = [row.request for row in self.rows]
-        state = self.llm.borrow(len(requests), max(request.limit for request in requests))
+        state = self.llm._borrow(len(requests), max(request.limit for request in requests))
         try:
             state.begin(requests)
             start = time.perf_counter()
@@ -168,11 +181,16 @@ class Batch:
                 self.decode_seconds += time.perf_counter() - start
                 yield
         finally:
-            self.llm.give_back(state)
+            self.llm._give_back(state)
 
     def _take(self, state: State) -> None:
-        first = min((row.length for row in self.rows if row.finish_reason is None), default=state.longest)
+        first = min(row.length for row in self.rows if row.finish_reason is None)
         seen = state.read(first)
+        if seen.broken.any():
+            raise ModelError(
+                f"{self.llm.model} computed logits that are no numbers: its weights are damaged, or {self.llm.dtype} "
+                "overflowed; try --dtype fp32"
+            )
         ended: list[int] = []
         for i, row in enumerate(self.rows):
             if row.finish_reason is not None:
@@ -188,7 +206,9 @@ class Batch:
 
     def completions(self) -> list[Completion]:
         """The results, once every row has ended."""
-        timings = Timings(self.prefill_seconds, self.decode_seconds, self.decode_steps)
+        llm, lengths = self.llm, [len(row.request.prompt) for row in self.rows]
+        moved = cost.decode_bytes(llm.config, llm.dtype, lengths=lengths, steps=self.decode_steps)
+        timings = Timings(self.prefill_seconds, self.decode_seconds, self.decode_steps, moved)
         return [row.completion(timings) for row in self.rows]
 
 
@@ -260,16 +280,3 @@ def _dtype(asked: str, device: hardware.Device) -> str:
             f"{device.name} ({device.arch}) cannot compute in {asked}, which needs sm_80: use fp16 or fp32"
         )
     return asked
-
-
-@contextlib.contextmanager
-def _explained_memory(what: str) -> Iterator[None]:
-    """Running out of memory becomes one line that says what did not fit."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(f"the GPU has not enough free memory for {what}: use less, or --device cpu") from error
-    except RuntimeError as error:
-        if "allocate memory" not in str(error) and "not enough memory" not in str(error):
-            raise
-        raise DeviceError(f"this machine has not enough memory for {what}: use a smaller model or batch") from error

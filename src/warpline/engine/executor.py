@@ -32,18 +32,23 @@ class Executor(ABC):
         """Buffers for a batch."""
         return State(self.config, rows, capacity, device=self.device, dtype=TORCH_DTYPES[self.dtype])
 
-    @abstractmethod
     def prefill(self, state: State) -> None:
         """Run the prompts that `state.begin` took in, and append each row's first token."""
+        self._prefill(state)
+        state.longest += 1
 
-    @abstractmethod
     def decode(self, state: State, n: int) -> None:
         """Append `n` more tokens to every row that is not done. May return before the device has finished."""
+        self._decode(state, n)
+        state.longest = min(state.longest + n, state.capacity)
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    @abstractmethod
+    def _prefill(self, state: State) -> None:
+        """Fill the cache with `state.tokens` up to each row's length, then take one step as `State` describes it."""
+
+    @abstractmethod
+    def _decode(self, state: State, n: int) -> None:
+        """Take `n` steps as `State` describes them. No row is longer than `state.longest` before the first."""
 
 
 def choose(name: str) -> str:

@@ -24,19 +24,30 @@ def advance(state: State, logits: Tensor) -> None:
 
     raw = logits.float()
     token = choose(adjust(raw, state), state, state.noise[row, slot])
-    token = torch.where(done, state.tokens[row, slot], token)
+    standing = state.tokens[row, slot]
+    token = torch.where(done | (length < state.known[:batch]), standing, token)
     state.tokens[row, slot] = token
-    if state.logprob is not None and state.top_logprob is not None and state.top_token is not None:
-        logprob = raw.log_softmax(dim=-1)
-        state.logprob[row, slot] = logprob[row, token]
-        state.top_logprob[row, slot], state.top_token[row, slot] = logprob.topk(state.top_logprob.shape[-1], dim=-1)
+    state.broken[:batch] |= ~raw.amax(dim=-1).isfinite() & ~done
+    if state.needs.logprobs is not None:
+        _note_logprobs(state, raw, row, slot, token)
 
     length += ~done
     eos = state.config.eos_token_id
     if eos is not None:
         done |= (token == eos) & state.stops_at_eos[:batch]
     done |= length >= state.limit[:batch]
-    state.longest = min(state.longest + 1, state.capacity)
+
+
+def _note_logprobs(state: State, raw: Tensor, row: Tensor, slot: Tensor, token: Tensor) -> None:
+    assert state.logprob is not None
+    assert state.top_logprob is not None
+    assert state.top_token is not None
+    done = state.done[: state.batch]
+    logprob = raw.log_softmax(dim=-1)
+    values, tokens = logprob.topk(state.top_logprob.shape[-1], dim=-1)
+    state.logprob[row, slot] = torch.where(done, state.logprob[row, slot], logprob[row, token])
+    state.top_logprob[row, slot] = torch.where(done[:, None], state.top_logprob[row, slot], values)
+    state.top_token[row, slot] = torch.where(done[:, None], state.top_token[row, slot], tokens)
 
 
 def adjust(logits: Tensor, state: State) -> Tensor:
@@ -44,8 +55,8 @@ def adjust(logits: Tensor, state: State) -> Tensor:
     batch, vocab = logits.shape
     length, needs, eos = state.length[:batch], state.needs, state.config.eos_token_id
     if needs.penalty:
-        span = torch.arange(state.longest, device=logits.device)
-        ids = state.tokens[:batch, : state.longest].where(span < length[:, None], vocab)
+        ids = state.tokens[:batch]
+        ids = ids.where(torch.arange(state.capacity, device=logits.device) < length[:, None], vocab)
         seen = torch.zeros(batch, vocab + 1, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)[:, :vocab]
         penalty = state.penalty[:batch, None]
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -81,7 +92,8 @@ def gumbel(keys: Tensor, count: int) -> Tensor:
     bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D  # int32 wraps around, and & makes the shift a logical one
     bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
     bits = bits ^ (bits >> 16 & 0xFFFF)
-    uniform = ((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2**-32
+    # The last few values would round up to 1, whose noise is -inf; no token may be impossible because of its noise.
+    uniform = (((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 

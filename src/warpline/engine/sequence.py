@@ -19,16 +19,23 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds the batch of a completion took; `decode_steps` is the number of steps after the first token."""
+    """What the batch of a completion took; shared by all completions that were generated together."""
 
     prefill_seconds: float
     decode_seconds: float
+    #: Steps after the first token, and the bytes of weights and KV cache they had to move.
     decode_steps: int
+    decode_bytes: int
 
     @property
     def seconds(self) -> float:
         """Prompt to last token."""
         return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Bandwidth of the decode steps; None if there were none."""
+        return self.decode_bytes / self.decode_seconds / 1e9 if self.decode_seconds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,17 @@ class Completion:
     #: Which of the prompt's n completions this is.
     index: int
     timings: Timings
+
+
+def total(completions: list[Completion]) -> Timings:
+    """The timings of completions that may have run in several turns."""
+    turns = {id(completion.timings): completion.timings for completion in completions}.values()
+    return Timings(
+        prefill_seconds=sum(turn.prefill_seconds for turn in turns),
+        decode_seconds=sum(turn.decode_seconds for turn in turns),
+        decode_steps=sum(turn.decode_steps for turn in turns),
+        decode_bytes=sum(turn.decode_bytes for turn in turns),
+    )
 
 
 class Sequence:

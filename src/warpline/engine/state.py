@@ -30,6 +30,7 @@ class Request:
     seed: int
     sample: int  # which of the n completions of the prompt
     limit: int  # length at which the row ends, prompt included
+    forced: Rows[int] = ()  # tokens to take instead of drawing, for scoring a given text
 
     @property
     def stream(self) -> int:
@@ -56,6 +57,7 @@ class Progress:
 
     first: int
     length: np.ndarray
+    broken: np.ndarray  # rows whose logits were not finite
     tokens: np.ndarray  # [B, tokens since first]
     logprob: np.ndarray | None  # [B, tokens since first]
     top_logprob: np.ndarray | None  # [B, tokens since first, K]
@@ -63,7 +65,13 @@ class Progress:
 
 
 class State:
-    """Device buffers for up to `rows` sequences of up to `capacity` positions."""
+    """Device buffers for up to `rows` sequences of up to `capacity` positions.
+
+    For every row that is not done, an executor's step takes the token at length - 1, stores its K and V in that slot,
+    and then, as `sampling.advance` does in torch: writes the next token at `length` (the one that stands there already
+    while length < known), sets `broken` if the logits are not finite, fills the logprob buffers if there are any, adds
+    1 to `length`, and sets `done` at the end of text (where stops_at_eos) or at `limit`.
+    """
 
     def __init__(self, config: ModelConfig, rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
         self.config, self.rows, self.capacity, self.device = config, rows, capacity, device
@@ -71,6 +79,7 @@ class State:
         self.tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
         self.noise = torch.zeros(rows, capacity, dtype=torch.int32, device=device)
         self.length = torch.zeros(rows, dtype=torch.long, device=device)
+        self.known = torch.zeros_like(self.length)
         self.limit = torch.zeros_like(self.length)
         self.min_length = torch.zeros_like(self.length)
         self.top_k = torch.zeros_like(self.length)
@@ -80,6 +89,7 @@ class State:
         self.penalty = torch.zeros_like(self.temperature)
         self.stops_at_eos = torch.zeros(rows, dtype=torch.bool, device=device)
         self.done = torch.zeros_like(self.stops_at_eos)
+        self.broken = torch.zeros_like(self.stops_at_eos)
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
@@ -100,12 +110,14 @@ class State:
         tokens = np.zeros((batch, self.capacity), np.int64)
         noise = np.zeros((batch, self.capacity), np.int32)
         for row, request in enumerate(requests):
-            tokens[row, : len(request.prompt)] = request.prompt
+            given = (*request.prompt, *request.forced)[: request.limit]
+            tokens[row, : len(given)] = given
             if request.params.temperature > 0:
                 noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
         self._fill(self.tokens, tokens)
         self._fill(self.noise, noise)
         self._fill(self.length, [len(request.prompt) for request in requests])
+        self._fill(self.known, [len(request.prompt) + len(request.forced) for request in requests])
         self._fill(self.limit, [request.limit for request in requests])
         self._fill(self.min_length, [len(request.prompt) + request.params.min_tokens for request in requests])
         self._fill(self.top_k, [min(p.top_k or vocab, vocab) for p in params])
@@ -115,6 +127,7 @@ class State:
         self._fill(self.penalty, [p.repetition_penalty for p in params])
         self._fill(self.stops_at_eos, [not p.ignore_eos for p in params])
         self._fill(self.done, [False] * batch)
+        self._fill(self.broken, [False] * batch)
         sampled = [p for p in params if p.temperature > 0]
         tops = [p.logprobs for p in params if p.logprobs is not None]
         self.needs = Needs(
@@ -125,17 +138,17 @@ class State:
             min_p=any(p.min_p > 0 for p in sampled),
             logprobs=max(tops) if tops else None,
         )
-        self._prepare_logprobs()
+        if self.needs.logprobs is not None:
+            self._allocate_logprobs(min(self.needs.logprobs, vocab))
 
     def _fill(self, buffer: Tensor, values: np.ndarray | list[int] | list[float] | list[bool]) -> None:
         buffer[: self.batch].copy_(torch.as_tensor(values), non_blocking=True)
 
-    def _prepare_logprobs(self) -> None:
-        self.logprob = self.top_logprob = self.top_token = None
-        if self.needs.logprobs is not None:
-            shape = (self.batch, self.capacity)
+    def _allocate_logprobs(self, top: int) -> None:
+        """On first use, and again only if more are wanted than ever before."""
+        if self.top_token is None or self.top_token.shape[-1] < top:
+            shape = (self.rows, self.capacity)
             self.logprob = torch.zeros(shape, device=self.device)
-            top = min(self.needs.logprobs, self.config.vocab_size)
             self.top_logprob = torch.zeros(*shape, top, device=self.device)
             self.top_token = torch.zeros(*shape, top, dtype=torch.long, device=self.device)
 
@@ -147,14 +160,16 @@ class State:
     def read(self, first: int) -> Progress:
         """Bring over what was generated from position `first` on: the one place where the host waits."""
         batch, last = self.batch, self.longest
-        packed = torch.cat([self.length[:batch, None], self.tokens[:batch, first:last]], dim=1).cpu().numpy()
+        columns = [self.length[:batch, None], self.broken[:batch, None], self.tokens[:batch, first:last]]
+        packed = torch.cat(columns, dim=1).cpu().numpy()
+        wanted = self.needs.logprobs is not None
         more = [
-            None if buffer is None else buffer[:, first:last].cpu().numpy()
+            buffer[:batch, first:last].cpu().numpy() if wanted and buffer is not None else None
             for buffer in (self.logprob, self.top_logprob, self.top_token)
         ]
-        length = packed[:, 0]
+        length, broken, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
         self.longest = int(length.max())
-        return Progress(first, length, packed[:, 1:], *more)
+        return Progress(first, length, broken, tokens, *more)
 
 
 def noise_keys(seed: int, stream: int, count: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from warpline.engine.executor import Executor
 from warpline.engine.sampling import advance
@@ -28,31 +29,37 @@ class TorchExecutor(Executor):
         self.model.requires_grad_(False).eval()
 
     @torch.inference_mode()
-    def prefill(self, state: State) -> None:
+    def _prefill(self, state: State) -> None:
         """Prompts stand left-aligned in one rectangle; what a shorter one has behind its end is overwritten later."""
         ids = state.tokens[: state.batch, : state.longest]
         last = state.length[: state.batch] - 1
-        with self._safe_kernels():
-            advance(state, self.model(ids, cache=state.cache, span=state.longest, last=last))
+        with self._chosen_kernels():
+            logits = self.model(ids, cache=state.cache, span=state.longest, last=last)
+        advance(state, logits)
 
     @torch.inference_mode()
-    def decode(self, state: State, n: int) -> None:
+    def _decode(self, state: State, n: int) -> None:
         """One forward pass per token."""
-        for _ in range(n):
+        for step in range(n):
             position = state.length[: state.batch] - 1
             ids = state.tokens[: state.batch].gather(1, position[:, None])
-            with self._safe_kernels():
-                logits = self.model(ids, cache=state.cache, start=position, span=state.longest)
+            span = min(state.longest + step, state.capacity)
+            with self._chosen_kernels():
+                logits = self.model(ids, cache=state.cache, start=position, span=span)
             advance(state, logits[:, 0])
 
     @contextmanager
-    def _safe_kernels(self) -> Iterator[None]:
-        """For bf16 on a CPU oneDNN takes AMX instructions, which kill the process on virtual machines that announce
-        but do not grant them. torch's own kernels decode as fast and only prefill more slowly."""
-        avoid = self.device.type == "cpu" and self.dtype == "bf16"
-        before = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(before and not avoid)
+    def _chosen_kernels(self) -> Iterator[None]:
+        """Keep torch from two of its kernels.
+
+        For bf16 on a CPU oneDNN takes AMX instructions, which kill the process on virtual machines that announce but
+        do not grant them; torch's own kernels decode as fast and only prefill more slowly. cuDNN's attention plans
+        anew for every length of the cache, some 60 ms each time.
+        """
+        onednn = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(onednn and not (self.device.type == "cpu" and self.dtype == "bf16"))
         try:
-            yield
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+                yield
         finally:
-            torch._C._set_mkldnn_enabled(before)
+            torch._C._set_mkldnn_enabled(onednn)

@@ -221,10 +221,11 @@ def _nvrtc(unit: str, arch: str, label: str) -> tuple[bytes, str]:
 def _fetch(nvrtc: Any, program: Any, what: str) -> bytes:
     status, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
     _check(nvrtc, status, f"reading the size of its {what}")
-    buffer: bytes = b" " * size
+    # A bytearray, not bytes: NVRTC writes into it, and Python shares one object for all equal bytes of length 1.
+    buffer = bytearray(size)
     (status,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
     _check(nvrtc, status, f"reading its {what}")
-    return buffer
+    return bytes(buffer)
 
 
 def _check(nvrtc: Any, status: Any, doing: str) -> None:

@@ -8,6 +8,7 @@ less, and whoever describes one subtracts what it keeps on chip.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from warpline.config import DTYPE_BYTES, ModelConfig
@@ -95,9 +96,15 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
     return p.count(config) * DTYPE_BYTES[dtype]
 
 
-def decode_bytes(config: ModelConfig, dtype: str, *, prompt: int, steps: int, batch: int = 1) -> int:
-    """Bytes that `steps` decode steps behind a prompt must read and write."""
-    return sum(total_bytes(decode(config, dtype, batch=batch, context=prompt + i)) for i in range(steps))
+def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], steps: int) -> int:
+    """Bytes that `steps` decode steps must move for rows that begin with `lengths` cached positions each."""
+    fixed = total_bytes(decode(config, dtype, batch=len(lengths), context=0))
+    furthest = steps + max(lengths) if config.window is None else config.window - 1
+    positions = 0
+    for length in lengths:  # the sum of min(length + i, furthest) over the steps i
+        growing = min(max(furthest - length, 0), steps)
+        positions += growing * length + growing * (growing - 1) // 2 + (steps - growing) * furthest
+    return steps * fixed + positions * kv_bytes_per_position(config, dtype)
 
 
 def _cost(step: p.Step, work: Workload) -> StepCost:

@@ -109,6 +109,8 @@ def activate(x: Tensor, name: str) -> Tensor:
             return F.relu(x)
         case "silu":
             return F.silu(x)
+        case "tanh":
+            return F.tanh(x)
     raise AssertionError(name)
 
 

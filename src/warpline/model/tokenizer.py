@@ -17,6 +17,10 @@ from tokenizers import Tokenizer as Backend
 from warpline.errors import ConfigError, ModelError
 
 END_OF_TEXT = "<|endoftext|>"
+#: Tokenizer files of other kinds, as they lie in model folders.
+FOREIGN = ("vocab.txt", "*.model", "vocab.json", "merges.txt")
+#: Every file a tokenizer may consist of.
+FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", *FOREIGN)
 
 
 @functools.cache
@@ -32,7 +36,11 @@ def _bundled() -> Backend:
     lines = gzip.decompress(packed).decode("utf-8").splitlines()
     merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
     tokens = [*byte_alphabet().values(), *(left + right for left, right in merges)]
-    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    return _byte_level(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+
+
+def _byte_level(model: models.BPE) -> Backend:
+    backend = Backend(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
@@ -44,6 +52,8 @@ class Tokenizer:
 
     def __init__(self, backend: Backend):
         backend.encode_special_tokens = True  # treat them as text; `encode` splits at them itself when asked to
+        backend.no_truncation()  # some files carry the settings of somebody's training run
+        backend.no_padding()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
@@ -64,6 +74,24 @@ class Tokenizer:
         except Exception as error:  # the backend raises nothing narrower
             raise ModelError(f"cannot read {path}: {error}") from error
 
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """A model folder's own tokenizer; GPT-2's where the folder brings none."""
+        if (folder / "tokenizer.json").exists():
+            return cls.from_file(folder / "tokenizer.json")
+        vocab, merges = folder / "vocab.json", folder / "merges.txt"
+        if vocab.exists() and merges.exists():
+            try:
+                return cls(_byte_level(models.BPE.from_file(str(vocab), str(merges))))
+            except Exception as error:  # the backend raises nothing narrower
+                raise ModelError(f"cannot read {vocab} and {merges.name}: {error}") from error
+        foreign = [path.name for name in FOREIGN for path in sorted(folder.glob(name))]
+        if foreign:
+            raise ModelError(
+                f"{folder} has a tokenizer that Warpline cannot read ({', '.join(foreign)}): save it as tokenizer.json"
+            )
+        return cls.gpt2()
+
     def __len__(self) -> int:
         return self._backend.get_vocab_size()
 
@@ -83,7 +111,10 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the backend raises nothing narrower
+            raise ModelError(f"the model's tokenizer cannot encode the text: {error}") from error
         return ids
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
@@ -116,8 +147,8 @@ class Tokenizer:
         table: list[bytes] = []
         for i in range(len(self)):
             token = self._backend.id_to_token(i)
-            if token is None or i in added:
-                table.append((token or "").encode("utf-8"))
+            if token is None or i in added or not all(char in byte for char in token):
+                table.append((token or "").encode("utf-8"))  # stands for its own text
             else:
                 table.append(bytes(byte[char] for char in token))
         return table

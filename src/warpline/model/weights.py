@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from warpline.config import FAMILY, ModelConfig
-from warpline.errors import ConfigError, ModelError, nearest
+from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
 from warpline.model.tokenizer import Tokenizer
@@ -39,9 +40,8 @@ class Weights:
     folder: Path | None = None  # where it came from, if it has files of its own
 
     def tokenizer(self) -> Tokenizer:
-        """The model's own tokenizer.json, or GPT-2's where it brings none."""
-        path = self.folder / "tokenizer.json" if self.folder else None
-        return Tokenizer.from_file(path) if path is not None and path.exists() else Tokenizer.gpt2()
+        """The model's own tokenizer, or GPT-2's where it brings none."""
+        return Tokenizer.gpt2() if self.folder is None else Tokenizer.from_folder(self.folder)
 
 
 def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
@@ -51,19 +51,40 @@ def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
     "random:n_layer=2,n_head=2,n_embd=128"), a folder, a .safetensors file, a family name ("gpt2") or a hub id
     ("owner/name").
     """
-    target = (torch.device(device), TORCH_DTYPES[dtype])
+    with explained_memory(f"loading {model} as {dtype}"):
+        return _load(model, torch.device(device), TORCH_DTYPES[dtype])
+
+
+def _load(model: str, *target: Any) -> Weights:
     if model.startswith("random:"):
         return _random(model, *target)
     if model in BUILTIN:
         return _from_folder(builtin.folder(model), model, *target)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user, a NUL
+        raise ModelError(f"'{model[:80]}' is no usable path: {error}") from error
+    if is_folder:
         return _from_folder(path, model, *target)
-    if path.is_file():
+    if is_file:
         return _from_file(path, *target)
     if path.suffix in (".safetensors", ".bin") or model.startswith((".", "/", "~")):
         raise ModelError(f"there is no file or folder '{model}': check the path")
     return _from_folder(_download(model), model, *target)
+
+
+@contextmanager
+def explained_memory(what: str) -> Iterator[None]:
+    """Running out of memory becomes one line that says what did not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"the GPU has not enough free memory for {what}: use less, or --device cpu") from error
+    except RuntimeError as error:
+        if "allocate memory" not in str(error) and "not enough memory" not in str(error):
+            raise
+        raise DeviceError(f"this machine has not enough memory for {what}: use a smaller model or batch") from error
 
 
 # --- random ---------------------------------------------------------------------------------------------------------
@@ -81,7 +102,7 @@ def random_config(spec: str) -> tuple[ModelConfig, int]:
                 known = ", ".join(FAMILY)
                 raise ModelError(f"unknown model 'random:{key}'{nearest(key, FAMILY)}; the family is: {known}")
             config = FAMILY[key][1]
-        elif key == "seed" and value.isdecimal():
+        elif key == "seed" and value.isdecimal() and int(value) < 2**63:
             seed = int(value)
         elif key in hints:
             try:
@@ -141,14 +162,20 @@ def _from_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
     if single.exists():
         source = _safetensors([single])
     elif index.exists():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        source = _safetensors([folder / shard for shard in shards])
+        source = _safetensors([folder / shard for shard in _shards(index)])
     elif pickled.exists():
         source = _pickled(pickled)
     else:
         wanted = ", ".join(path.name for path in (single, index, pickled))
         raise ModelError(f"{folder} holds no weights: one of {wanted} is needed")
     return Weights(name, config, _collect(source, config, str(folder), device, dtype), folder)
+
+
+def _shards(index: Path) -> list[str]:
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(f"{index} names no files under 'weight_map': download it again")
+    return sorted(set(names.values()))
 
 
 def _from_file(path: Path, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -189,12 +216,15 @@ def _safetensors(paths: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 def _pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Files from before torch 1.6 are no zip archives and cannot be mapped into memory.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # unpickling raises whatever the file makes it raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{path} cannot be read safely ({reason}): download it again or use safetensors") from error
-    if not isinstance(state, Mapping):
-        raise ModelError(f"{path} holds no state dict")
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
+        raise ModelError(f"{path} holds something other than named tensors: it is no state dict")
     yield from state.items()
 
 
@@ -215,15 +245,17 @@ def _collect(
                 problems.append(f"unknown tensor {stored_name}")
                 continue
             seen.add(name)
-            value = stored.t() if name.endswith(parameters.CONV1D) else stored
-            if tuple(value.shape) != shapes[name]:
-                problems.append(f"{stored_name} is {_shape(value.shape)}, expected {_shape(shapes[name])}")
-            elif not value.is_floating_point():
-                problems.append(f"{stored_name} is {value.dtype}, not floating point")
+            transposed = name.endswith(parameters.CONV1D)
+            expected = shapes[name][::-1] if transposed else shapes[name]
+            if tuple(stored.shape) != expected:
+                problems.append(f"{stored_name} is {_shape(stored.shape)}, expected {_shape(expected)}")
+            elif not stored.is_floating_point():
+                problems.append(f"{stored_name} is {stored.dtype}, not floating point")
             else:
                 # One fresh, contiguous tensor, whatever the file's layout, dtype or mapping was.
+                value = stored.t() if transposed else stored
                 tensors[name] = torch.empty(shapes[name], device=device, dtype=dtype).copy_(value)
-            advance(value.numel())
+            advance(stored.numel())
     problems += [f"missing tensor {name}" for name in shapes if name not in seen]
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""

@@ -1,0 +1,122 @@
+"""Regenerate what documents quote, from the catalog, from results/ and from the embedded model: `make readme`.
+
+Text between <!-- begin NAME --> and <!-- end NAME --> is replaced; the rest of a page is written by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from warpline import LLM, SamplingParams
+from warpline.kernels.catalog import CATALOG
+
+ROOT = Path(__file__).parents[1]
+
+
+def table(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def catalog() -> str:
+    rows = [
+        [f"`{spec.name}`", spec.summary, ", ".join(spec.dtypes), f"`{spec.header}`", ", ".join(spec.tunables)]
+        for spec in CATALOG.values()
+    ]
+    return table(["kernel", "what it does", "dtypes", "device code", "tunables"], rows)
+
+
+def kernel_rows() -> str:
+    """The newest row of each kernel, dtype and shape."""
+    newest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for path in sorted((ROOT / "results").glob("*/kernels.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            shape = "×".join(str(extent) for extent in row["dims"].values())
+            newest[row["kernel"], row["dtype"], shape] = row
+    rows = [
+        [
+            f"`{kernel}`",
+            dtype,
+            shape,
+            f"{row['us']:,.2f}",
+            f"{row['gb_s']:,.0f}",
+            f"{row['percent_of_copy']:.0f} %",
+            f"{row['torch_us']:,.2f}",
+            f"{row['torch_us'] / row['us']:.2f}×",
+        ]
+        for (kernel, dtype, shape), row in newest.items()
+    ]
+    origins = sorted({(row["gpu"], row["torch"], row["copy_gb_s"], row["time"][:10]) for row in newest.values()})
+    notes = [f"{gpu}, torch {torch}, copy {copy:,.0f} GB/s, {day}." for gpu, torch, copy, day in origins]
+    titles = ["kernel", "dtype", "shape", "µs", "GB/s", "of a copy", "torch µs", "speed-up"]
+    return " ".join(notes) + "\n\n" + table(titles, rows)
+
+
+@functools.cache
+def story(prompt: str, seed: int) -> str:
+    """What `warpline generate PROMPT --seed SEED` prints on a CPU, folded to the width of a page."""
+    (completion,) = _llm().generate(prompt, SamplingParams(seed=seed))
+    return "\n".join(textwrap.fill(line, 116) for line in (prompt + completion.text).splitlines())
+
+
+@functools.cache
+def _llm() -> LLM:
+    return LLM(device="cpu", dtype="fp32")
+
+
+def demo() -> str:
+    """The command of `make demo`, run."""
+    found = re.search(r'generate "(.+)" --seed (\d+)', (ROOT / "Makefile").read_text())
+    if found is None:
+        raise SystemExit("the Makefile's demo is not where it was")
+    return f"```console\n$ make demo\n{story(found[1], int(found[2]))}\n$ make test\n```"
+
+
+SAMPLES = (
+    "Once upon a time",
+    "The old whale",
+    "Zoe wanted to learn how to paint.",
+    "One windy night, a tiny mouse",
+    '"Who took my cookie?" asked the knight.',
+)
+
+
+def samples() -> str:
+    parts = [f"`--seed {seed}`\n\n```text\n{story(prompt, seed)}\n```" for seed, prompt in enumerate(SAMPLES, 1)]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"demo": demo},
+    "docs/kernels.md": {"catalog": catalog, "kernel rows": kernel_rows},
+    "docs/stories.md": {"samples": samples},
+}
+
+
+def regenerated(page: str) -> str:
+    """The page with its generated parts as they should be."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, make in PAGES[page].items():
+        before, begin, rest = text.partition(f"<!-- begin {name} -->\n")
+        _, end, after = rest.partition(f"\n<!-- end {name} -->")
+        if not begin or not end:
+            raise SystemExit(f"{page} has no place for '{name}'")
+        text = before + begin + make() + end + after
+    return text
+
+
+def main() -> None:
+    for page in PAGES:
+        (ROOT / page).write_text(regenerated(page), encoding="utf-8")
+        print(f"{page} regenerated")
+
+
+if __name__ == "__main__":
+    main()
