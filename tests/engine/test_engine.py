@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.conftest import SMALL, make_weights
 from tests.model.test_gpt2 import hf_model
-from warpline import LLM, Completion, SamplingParams
+from warpline import LLM, Completion, SamplingParams, hardware
 from warpline.config import ModelConfig
+from warpline.engine import engine
 from warpline.engine.sequence import total
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.weights import Weights
@@ -347,6 +348,15 @@ def test_wrong_settings() -> None:
             LLM(SMALL, device="cuda")
     with pytest.raises(DeviceError, match="not enough memory"):
         LLM("random:n_embd=2000000000,n_head=2,n_layer=1")  # 400 TB for the first tensor
+
+
+def test_bf16_on_a_gpu_that_lacks_it_is_refused() -> None:
+    """There is no such GPU here; its datasheet entry is enough to be refused by."""
+    turing = hardware.known_gpu("t4")
+    assert turing is not None
+    with pytest.raises(DeviceError, match=r"Tesla T4 \(sm_75\) cannot compute in bf16.*use fp16 or fp32"):
+        engine._dtype("bf16", turing)
+    assert engine._dtype("auto", turing) == "fp16"
 
 
 def test_timings(llm: LLM) -> None:
