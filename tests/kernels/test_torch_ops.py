@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from warpline.bench.kernels import random_inputs
 from warpline.errors import ConfigError
-from warpline.kernels import torch_ops  # noqa: F401 - registers the operators
+from warpline.kernels import torch_ops
 from warpline.kernels.catalog import CATALOG
-from warpline.kernels.spec import KernelSpec
+from warpline.kernels.spec import KernelSpec, as_kwargs
 
 SPECS = pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
 
 
 def arguments(spec: KernelSpec, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    dims = {"rows": 3, "columns": 10}
-    return [torch.randn(buffer.shape(dims)).to(dtype) for buffer in spec.inputs]
+    name = {torch.float32: "fp32", torch.float16: "fp16"}[dtype]
+    return random_inputs(spec, name, {"rows": 3, "columns": 10, "vocab": 7, "places": 5}, 0, device="cpu")
 
 
 def operator(spec: KernelSpec) -> Any:
@@ -42,10 +42,9 @@ def test_usable_in_a_compiled_graph(spec: KernelSpec) -> None:
     assert torch.allclose(compiled(*inputs), double(*inputs))
 
 
-@SPECS
+@pytest.mark.parametrize("spec", [spec for spec in CATALOG.values() if spec.floats], ids=lambda spec: spec.name)
 def test_numbers_are_passed_on(spec: KernelSpec) -> None:
     inputs = arguments(spec)
-    assert spec.floats
     changed = operator(spec)(*inputs, 10.0)
     usual = operator(spec)(*inputs)
     last = (changed[-1], usual[-1]) if isinstance(changed, tuple) else (changed, usual)
@@ -55,3 +54,13 @@ def test_numbers_are_passed_on(spec: KernelSpec) -> None:
 def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ConfigError, match="weight has columns=9"):
         torch.ops.warpline.layernorm(torch.zeros(2, 8), torch.zeros(9), torch.zeros(8))
+
+
+@SPECS
+def test_reference_is_what_the_model_does(spec: KernelSpec) -> None:
+    """In float64 the operator's reference and a float32 run agree to float32 rounding."""
+    inputs = arguments(spec)
+    single = operator(spec)(*inputs)
+    exact = spec.reference(*torch_ops.as_floats(inputs, torch.float64), **as_kwargs(spec, None))
+    for ours, reference in zip(single if isinstance(single, tuple) else (single,), exact, strict=True):
+        assert (ours.double() - reference).abs().max() <= 64 * 2**-24 * reference.abs().max()

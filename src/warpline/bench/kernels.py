@@ -34,17 +34,27 @@ def bench(specs: list[KernelSpec], dtypes: list[str]) -> Iterator[dict[str, Any]
 
 
 def random_inputs(spec: KernelSpec, dtype: str, dims: Dims, seed: int, device: str = "cuda") -> list[torch.Tensor]:
-    """Fresh normal inputs in the storage type."""
+    """Fresh inputs: normal numbers in the storage type, and indices that are in range."""
     generator = torch.Generator(device).manual_seed(seed)
     kind = TORCH_DTYPES[dtype]
-    return [torch.randn(b.shape(dims), generator=generator, device=device).to(kind) for b in spec.inputs]
+    return [
+        torch.randn(buffer.shape(dims), generator=generator, device=device).to(kind)
+        if buffer.indexes is None
+        else torch.randint(dims[buffer.indexes], buffer.shape(dims), generator=generator, device=device)
+        for buffer in spec.inputs
+    ]
+
+
+def new_outputs(spec: KernelSpec, dtype: str, dims: Dims, device: str = "cuda") -> list[torch.Tensor]:
+    """Buffers for the results, poisoned."""
+    return [torch.full(b.shape(dims), torch.nan, dtype=TORCH_DTYPES[dtype], device=device) for b in spec.outputs]
 
 
 def _row(spec: KernelSpec, dtype: str, dims: Dims, origin: dict[str, Any]) -> dict[str, Any]:
     moved = spec.bytes(dims, dtype)
     sets = rotating_sets(moved)
     inputs = [random_inputs(spec, dtype, dims, seed) for seed in range(sets)]
-    outputs = [[t.new_empty(b.shape(dims)) for b in spec.outputs] for t in (one[0] for one in inputs)]
+    outputs = [new_outputs(spec, dtype, dims) for _ in range(sets)]
     floats = as_kwargs(spec, None)
     ours = time_launches(lambda i: launch.run(spec, inputs[i], outputs=outputs[i]), sets)
     torchs = time_launches(lambda i: spec.reference(*inputs[i], **floats), sets)

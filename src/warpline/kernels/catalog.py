@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from warpline.config import DTYPE_BYTES
 from warpline.errors import one_of
 from warpline.kernels.spec import THREADS_PER_WARP, Dims, KernelSpec, Launch, Scalar, Tunables, reads, writes
 
@@ -24,6 +25,24 @@ def _residual_layernorm(
     return total, *_layernorm(total, weight, bias, epsilon)
 
 
+def _gelu(x: Tensor) -> tuple[Tensor, ...]:
+    from torch.nn import functional as F
+
+    return (F.gelu(x, approximate="tanh"),)
+
+
+def _bias_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return _gelu(x + bias)
+
+
+def _softmax(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.softmax(dim=-1),)
+
+
+def _embedding(ids: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
+    return (wte[ids] + wpe[positions],)
+
+
 def _row_warps(dims: Dims) -> int:
     """Warps that share a row: as few as keep a lane's part of it in a comfortable number of registers."""
     return next(warps for warps in (1, 2, 4, 8) if warps == 8 or dims["columns"] <= warps * THREADS_PER_WARP * 24)
@@ -33,24 +52,34 @@ def _row_defaults(dims: Dims) -> Tunables:
     return {"block": 256, "row_warps": _row_warps(dims)}
 
 
-def _one_row_per_group(dims: Dims, tunables: Tunables) -> Launch:
+def _one_row_per_group(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     rows_per_block = tunables["block"] // (tunables["row_warps"] * THREADS_PER_WARP)
     return Launch(-(-dims["rows"] // rows_per_block), tunables["block"])
 
 
+def _flat(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+    """Vectors of up to 16 bytes, as many as every row allows: `vector_width` of common.cuh."""
+    width = next(w for w in (8, 4, 2, 1) if w * DTYPE_BYTES[dtype] <= 16 and dims["columns"] % w == 0)
+    vectors = dims["rows"] * dims["columns"] // width
+    return Launch(-(-vectors // (tunables["block"] * tunables["unroll"])), tunables["block"])
+
+
 _ROW_TUNABLES = {"block": (256, 128, 512, 1024), "row_warps": (1, 2, 4, 8)}
+_FLAT_TUNABLES = {"block": (256, 128, 512), "unroll": (4, 1, 2, 8)}
 _ODD = (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)
-_ROW_TESTS: tuple[Dims, ...] = (
-    *({"rows": rows, "columns": 768} for rows in (1, 2, 3, 7, 8, 9, 63, 65, 128)),
-    *({"rows": 5, "columns": columns} for columns in (*_ODD, 256, 1280, 1600, 4097)),
-)
-_ROW_BENCH: tuple[Dims, ...] = (
-    {"rows": 1, "columns": 768},
-    {"rows": 1024, "columns": 768},
-    {"rows": 16384, "columns": 768},
-    {"rows": 65536, "columns": 768},
-    {"rows": 65536, "columns": 1600},
-)
+
+
+def _tests(*columns: int, **fixed: int) -> tuple[Dims, ...]:
+    """Few and many rows of a usual width, and a few rows of every odd one."""
+    usual = [{"rows": rows, "columns": 768} for rows in (1, 2, 3, 7, 8, 9, 63, 65, 128)]
+    odd = [{"rows": 5, "columns": width} for width in (*_ODD, *columns)]
+    return tuple({**dims, **fixed} for dims in (*usual, *odd))
+
+
+def _bench(*columns: int, **fixed: int) -> tuple[Dims, ...]:
+    shapes = [(rows, columns[0]) for rows in (1, 1024, 16384, 65536)] + [(65536, width) for width in columns[1:]]
+    return tuple({"rows": rows, "columns": width, **fixed} for rows, width in shapes)
+
 
 LAYERNORM = KernelSpec(
     name="layernorm",
@@ -70,8 +99,8 @@ LAYERNORM = KernelSpec(
     launch=_one_row_per_group,
     flops=lambda dims: 8 * dims["rows"] * dims["columns"],
     reference=_layernorm,
-    test_dims=_ROW_TESTS,
-    bench_dims=_ROW_BENCH,
+    test_dims=_tests(256, 1280, 1600, 4097),
+    bench_dims=_bench(768, 1600),
 )
 
 RESIDUAL_LAYERNORM = KernelSpec(
@@ -94,11 +123,92 @@ RESIDUAL_LAYERNORM = KernelSpec(
     launch=_one_row_per_group,
     flops=lambda dims: 9 * dims["rows"] * dims["columns"],
     reference=_residual_layernorm,
-    test_dims=_ROW_TESTS,
-    bench_dims=_ROW_BENCH,
+    test_dims=_tests(256, 1280, 1600, 4097),
+    bench_dims=_bench(768, 1600),
 )
 
-CATALOG: dict[str, KernelSpec] = {spec.name: spec for spec in (LAYERNORM, RESIDUAL_LAYERNORM)}
+SOFTMAX = KernelSpec(
+    name="softmax",
+    summary="softmax of rows, in float32",
+    header="ops/softmax.cuh",
+    arguments=(reads("x", "rows columns"), writes("y", "rows columns"), Scalar("rows")),
+    constants=("columns",),
+    tunables=_ROW_TUNABLES,
+    default=_row_defaults,
+    launch=_one_row_per_group,
+    flops=lambda dims: 5 * dims["rows"] * dims["columns"],
+    reference=_softmax,
+    test_dims=_tests(256, 4097),
+    bench_dims=_bench(1024),
+)
+
+GELU = KernelSpec(
+    name="gelu",
+    summary="GELU, tanh form",
+    header="ops/gelu.cuh",
+    arguments=(reads("x", "rows columns"), writes("y", "rows columns"), Scalar("rows")),
+    constants=("columns",),
+    tunables=_FLAT_TUNABLES,
+    default=lambda _: {"block": 256, "unroll": 4},
+    launch=_flat,
+    flops=lambda dims: 8 * dims["rows"] * dims["columns"],
+    reference=_gelu,
+    test_dims=_tests(3072),
+    bench_dims=_bench(3072),
+)
+
+
+def _with_bias(name: str, summary: str, approximation: float = 0.0) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        header="ops/gelu.cuh",
+        arguments=(
+            reads("x", "rows columns"),
+            reads("bias", "columns"),
+            writes("y", "rows columns"),
+            Scalar("rows"),
+        ),
+        constants=("columns",),
+        tunables=_FLAT_TUNABLES,
+        default=lambda _: {"block": 256, "unroll": 4},
+        launch=_flat,
+        flops=lambda dims: 9 * dims["rows"] * dims["columns"],
+        reference=_bias_gelu,
+        approximation=approximation,
+        test_dims=_tests(3072),
+        bench_dims=_bench(3072),
+    )
+
+
+BIAS_GELU = _with_bias("bias_gelu", "bias and GELU, tanh form")
+BIAS_GELU_FAST = _with_bias("bias_gelu_fast", "bias and GELU with the hardware's approximate tanh", 2**-10)
+
+EMBEDDING = KernelSpec(
+    name="embedding",
+    summary="token embedding plus position embedding",
+    header="ops/embedding.cuh",
+    arguments=(
+        reads("ids", "rows", indexes="vocab"),
+        reads("positions", "rows", indexes="places"),
+        reads("wte", "vocab columns", gathered_by="rows"),
+        reads("wpe", "places columns", gathered_by="rows"),
+        writes("y", "rows columns"),
+        Scalar("rows"),
+    ),
+    constants=("columns",),
+    tunables=_ROW_TUNABLES,
+    default=_row_defaults,
+    launch=_one_row_per_group,
+    flops=lambda dims: dims["rows"] * dims["columns"],
+    reference=_embedding,
+    test_dims=_tests(1600, vocab=50, places=33),
+    bench_dims=_bench(768, vocab=50257, places=1024),
+)
+
+CATALOG: dict[str, KernelSpec] = {
+    spec.name: spec for spec in (EMBEDDING, LAYERNORM, RESIDUAL_LAYERNORM, GELU, BIAS_GELU, BIAS_GELU_FAST, SOFTMAX)
+}
 
 
 def find(name: str) -> KernelSpec:

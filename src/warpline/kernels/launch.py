@@ -89,7 +89,8 @@ def run(
 
     `arch` overrides what is compiled for: compute_75 runs the Turing path, as PTX, on a newer GPU.
     """
-    first = inputs[0]
+    # The storage type is that of the first buffer that holds no indices.
+    first = next(t for buffer, t in zip(spec.inputs, inputs, strict=True) if buffer.indexes is None)
     dtype = DTYPES.get(first.dtype)
     device = first.device.index
     if not first.is_cuda:
@@ -98,8 +99,9 @@ def run(
     if dtype is None or not spec.runs_on(dtype, target.replace("compute_", "sm_")):
         raise KernelError(f"{spec.name} does not run in {first.dtype} on {target}: use one of {', '.join(spec.dtypes)}")
     for buffer, tensor in zip(spec.inputs, inputs, strict=True):
-        if tensor.dtype != first.dtype or tensor.device != first.device or not tensor.is_contiguous():
-            raise ConfigError(f"{spec.name}: {buffer.name} must be contiguous, {first.dtype}, on {first.device}")
+        wanted = first.dtype if buffer.indexes is None else torch.int64
+        if tensor.dtype != wanted or tensor.device != first.device or not tensor.is_contiguous():
+            raise ConfigError(f"{spec.name}: {buffer.name} must be contiguous, {wanted}, on {first.device}")
     dims = spec.dims_of([tensor.shape for tensor in inputs])
     made = [first.new_empty(buffer.shape(dims)) for buffer in spec.outputs] if outputs is None else list(outputs)
     variant = Variant.of(spec, dtype, dims, tunables)
@@ -107,7 +109,7 @@ def run(
     buffers = zip((*spec.inputs, *spec.outputs), (*inputs, *made), strict=True)
     values |= {buffer.name: tensor for buffer, tensor in buffers}
     if all(dims.values()):
-        load(variant, device, target).launch(spec.launch(dims, dict(variant.tunables)), values)
+        load(variant, device, target).launch(spec.launch(dims, dict(variant.tunables), dtype), values)
     return made
 
 

@@ -23,20 +23,32 @@ Tunables = Mapping[str, int]
 
 #: Element types in CUDA C++.
 CUDA_TYPES = {"fp32": "float", "fp16": "__half", "bf16": "__nv_bfloat16"}
+INDEX_BYTES = 8
 THREADS_PER_WARP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor argument of the storage type; `dims` names its extents."""
+    """A tensor argument; `dims` names its extents. Its elements are of the storage type, or 64-bit indices."""
 
     name: str
     dims: tuple[str, ...]
     written: bool = False
+    #: The dimension into which it holds indices, if it holds indices.
+    indexes: str | None = None
+    #: The dimension whose extent says how many of its rows are read, if not all are.
+    gathered_by: str | None = None
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
         """Its extents for given dimensions."""
         return tuple(dims[name] for name in self.dims)
+
+    def bytes(self, dims: Dims, dtype: str) -> int:
+        """What a kernel moves of it: everything once, or the rows it gathers."""
+        extents = list(self.shape(dims))
+        if self.gathered_by is not None:
+            extents[0] = dims[self.gathered_by]
+        return math.prod(extents) * (DTYPE_BYTES[dtype] if self.indexes is None else INDEX_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +64,9 @@ class Scalar:
         return self.default is None
 
 
-def reads(name: str, dims: str) -> Buffer:
+def reads(name: str, dims: str, *, indexes: str | None = None, gathered_by: str | None = None) -> Buffer:
     """An input, its dimensions named in one string."""
-    return Buffer(name, tuple(dims.split()))
+    return Buffer(name, tuple(dims.split()), indexes=indexes, gathered_by=gathered_by)
 
 
 def writes(name: str, dims: str) -> Buffer:
@@ -73,7 +85,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelSpec:
-    """One op. Functions take the dimensions by name. There is one object per op, so identity is equality."""
+    """One op. Functions take the dimensions by name, and where it matters the tunables and the dtype.
+
+    There is one object per op, so identity is equality.
+    """
 
     name: str
     summary: str
@@ -85,11 +100,13 @@ class KernelSpec:
     tunables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: The choice made without a sweep.
     default: Callable[[Dims], Tunables]
-    launch: Callable[[Dims, Tunables], Launch]
+    launch: Callable[[Dims, Tunables, str], Launch]
     flops: Callable[[Dims], int]
     #: The op in torch, in whatever precision the inputs have; takes inputs and float scalars, returns the outputs.
     reference: Callable[..., tuple[Tensor, ...]]
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    #: Error that the op makes on purpose, relative to its largest result.
+    approximation: float = 0.0
     test_dims: tuple[Dims, ...]
     bench_dims: tuple[Dims, ...]
 
@@ -110,8 +127,7 @@ class KernelSpec:
 
     def bytes(self, dims: Dims, dtype: str) -> int:
         """What must move: every buffer once."""
-        buffers = self.inputs + self.outputs
-        return sum(math.prod(buffer.shape(dims)) for buffer in buffers) * DTYPE_BYTES[dtype]
+        return sum(buffer.bytes(dims, dtype) for buffer in self.inputs + self.outputs)
 
     def dims_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Dimensions from the shapes of the inputs, in order; a contradiction is named."""
@@ -164,7 +180,7 @@ class Variant:
     @property
     def block(self) -> int:
         """Threads per block, for the compiler to plan registers with."""
-        return self.spec.launch({**_ones(self.spec), **dict(self.constants)}, dict(self.tunables)).block
+        return self.spec.launch({**_ones(self.spec), **dict(self.constants)}, dict(self.tunables), self.dtype).block
 
     def translation_unit(self) -> str:
         """The CUDA C++ that instantiates the op: one kernel, nothing else."""
@@ -173,7 +189,8 @@ class Variant:
         parameters, passed = [], []
         for argument in spec.arguments:
             if isinstance(argument, Buffer):
-                parameters.append(f"{'' if argument.written else 'const '}{kind}* __restrict__ {argument.name}")
+                element = kind if argument.indexes is None else "long long"
+                parameters.append(f"{'' if argument.written else 'const '}{element}* __restrict__ {argument.name}")
             elif argument.name in fixed:
                 continue
             else:

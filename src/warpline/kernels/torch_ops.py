@@ -33,6 +33,15 @@ def _split(spec: KernelSpec, arguments: tuple[Any, ...]) -> tuple[list[Tensor], 
     return [tensor.contiguous() for tensor in arguments[:count]], defaults | given
 
 
+def as_floats(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The inputs in another precision; indices stay what they are."""
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
+
+
+def _storage(inputs: list[Tensor]) -> Tensor:
+    return next(tensor for tensor in inputs if tensor.is_floating_point())
+
+
 def _result(outputs: list[Tensor]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -45,13 +54,13 @@ def _register(spec: KernelSpec) -> None:
     def on_cpu(*arguments: Any) -> Any:
         inputs, floats = _split(spec, arguments)
         spec.dims_of([tensor.shape for tensor in inputs])
-        exact = spec.reference(*(tensor.float() for tensor in inputs), **floats)
-        return _result([tensor.to(inputs[0].dtype) for tensor in exact])
+        exact = spec.reference(*as_floats(inputs, torch.float32), **floats)
+        return _result([tensor.to(_storage(inputs).dtype) for tensor in exact])
 
     def fake(*arguments: Any) -> Any:
         inputs, _ = _split(spec, arguments)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
-        return _result([inputs[0].new_empty(buffer.shape(dims)) for buffer in spec.outputs])
+        return _result([_storage(inputs).new_empty(buffer.shape(dims)) for buffer in spec.outputs])
 
     _library.define(_schema(spec))
     _library.impl(spec.name, on_gpu, "CUDA")

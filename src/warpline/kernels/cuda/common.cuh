@@ -6,6 +6,7 @@
 namespace warpline {
 
 constexpr int WARP = 32;
+constexpr float LOWEST = -3.402823466e38f;
 
 // Storage types are converted on the way in and out; all arithmetic is float.
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -37,28 +38,39 @@ __device__ constexpr int vector_width(int columns) {
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Butterfly: every lane ends with the same bits, in a fixed order.
-__device__ __forceinline__ float warp_sum(float x) {
+// Butterfly reductions: every lane ends with the same bits, in a fixed order.
+template <typename F>
+__device__ __forceinline__ float warp_reduce(float x, F combine) {
 #pragma unroll
-    for (int lane = WARP / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    for (int lane = WARP / 2; lane > 0; lane /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, lane));
     return x;
 }
 
-// The sum over WARPS neighbouring warps of a block of BLOCK threads. All threads of the block must call it; `scratch`
-// holds BLOCK / 32 floats.
-template <int WARPS>
-__device__ __forceinline__ float group_sum(float x, float* scratch) {
-    x = warp_sum(x);
+// Over WARPS neighbouring warps of a block. All threads of the block must call it; `scratch` holds a float per warp.
+template <int WARPS, typename F>
+__device__ __forceinline__ float group_reduce(float x, float* scratch, F combine) {
+    x = warp_reduce(x, combine);
     if constexpr (WARPS > 1) {
         const int warp = threadIdx.x / WARP;
-        __syncthreads();  // the last sum has been read
+        const float* group = scratch + warp / WARPS * WARPS;
+        __syncthreads();  // the last result has been read
         if (threadIdx.x % WARP == 0) scratch[warp] = x;
         __syncthreads();
-        x = 0.f;
+        x = group[0];
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) x += scratch[warp / WARPS * WARPS + i];
+        for (int i = 1; i < WARPS; ++i) x = combine(x, group[i]);
     }
     return x;
+}
+
+template <int WARPS>
+__device__ __forceinline__ float group_sum(float x, float* scratch) {
+    return group_reduce<WARPS>(x, scratch, [](float a, float b) { return a + b; });
+}
+
+template <int WARPS>
+__device__ __forceinline__ float group_max(float x, float* scratch) {
+    return group_reduce<WARPS>(x, scratch, [](float a, float b) { return fmaxf(a, b); });
 }
 
 }  // namespace warpline
