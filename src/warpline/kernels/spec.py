@@ -47,7 +47,7 @@ class Buffer:
         """What a kernel moves of it: everything once, or the rows it gathers."""
         extents = list(self.shape(dims))
         if self.gathered_by is not None:
-            extents[0] = dims[self.gathered_by]
+            extents[0] = min(extents[0], dims[self.gathered_by])  # a row asked for twice need not move twice
         return math.prod(extents) * (DTYPE_BYTES[dtype] if self.indexes is None else INDEX_BYTES)
 
 

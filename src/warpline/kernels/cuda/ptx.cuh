@@ -10,4 +10,18 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
+// 2^x, relative error about 2^-22; infinity and 0 at the ends.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1/x, relative error about 2^-23; 0 for infinity.
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 }  // namespace warpline
