@@ -25,10 +25,8 @@ class Timing:
 def time_launches(launch: Callable[[int], object], sets: int) -> Timing:
     """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache."""
     count = max(LAUNCHES, sets)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for i in range(sets):  # compiles, loads and allocates before anything is captured
-            launch(i)
+    for i in range(sets):  # compiles, loads and allocates before anything is captured
+        launch(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
