@@ -174,6 +174,27 @@ def test_two_processes_at_once(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 4
 
 
+def test_headers_that_nvrtc_brings_itself(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No toolkit and no runtime package: NVRTC 13.3 and newer unpack their own headers, once."""
+    if tuple(map(int, compiler.nvrtc_version().split("."))) < (13, 3):
+        pytest.skip("this NVRTC brings no headers")
+    found = compiler._cuda_headers()
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda _: None)
+    for function in (compiler._include_folder, compiler._cuda_headers):
+        function.cache_clear()
+    try:
+        assert compiler._include_folder().is_relative_to(cache.parent)
+        assert compile_one(variant(), "sm_75").report.spill_bytes == 0
+        compiler._include_folder.cache_clear()
+        monkeypatch.setattr("cuda.bindings.nvrtc.nvrtcInstallBundledHeaders", None)  # not needed a second time
+        assert (compiler._include_folder() / "cuda_fp16.h").exists()
+    finally:
+        monkeypatch.undo()
+        for function in (compiler._include_folder, compiler._cuda_headers):
+            function.cache_clear()
+    assert compiler._cuda_headers() == found
+
+
 def test_mistake_in_device_code_is_shown(cache: Path) -> None:
     with pytest.raises(KernelError, match=r"nonsense does not compile for sm_80 with NVRTC \d+\.\d+") as caught:
         compiler._nvrtc('extern "C" __global__ void k() { undeclared = 1; }', "sm_80", "nonsense")

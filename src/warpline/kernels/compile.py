@@ -187,18 +187,17 @@ def _include_folder() -> Path:
             "cuda_fp16.h was not found: pip install nvidia-cuda-runtime, or nvidia-cuda-nvrtc 13.3 or newer"
         )
     folder = cache_dir() / "nvrtc-headers" / nvrtc_version()
-    folder.mkdir(parents=True, exist_ok=True)
-    status, *_ = nvrtc.nvrtcInstallBundledHeaders(str(folder).encode(), None)
-    _check(nvrtc, status, f"installing its headers into {folder}")
-    return next(folder.rglob("cuda_fp16.h")).parent
+    if not (folder / ".nvrtc_headers_version").exists():  # the last thing that NVRTC writes
+        status, *_ = nvrtc.nvrtcInstallBundledHeaders(str(folder).encode(), 0)
+        _check(nvrtc, status, f"installing its headers into {folder}: set WARPLINE_CACHE_DIR to a writable folder")
+    return folder
 
 
 @functools.cache
 def _cuda_headers() -> tuple[str, ...]:
-    """Digests of the two CUDA headers that kernels may include."""
-    folder = _include_folder()
-    names = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp")
-    return tuple(hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names)
+    """Digests of the CUDA headers that kernels may include; older toolkits split them into .h and .hpp."""
+    paths = sorted(path for name in ("cuda_fp16.h*", "cuda_bf16.h*") for path in _include_folder().glob(name))
+    return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
 
 
 def _nvrtc(unit: str, arch: str, label: str) -> tuple[bytes, str]:
