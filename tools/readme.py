@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from warpline import LLM, SamplingParams
+from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +114,9 @@ def regenerated(page: str) -> str:
 
 
 def main() -> None:
+    for path in sorted((ROOT / "results").rglob("*.jsonl")):
+        if count := stamp(path):
+            print(f"{path.relative_to(ROOT)}: {count} rows given their commit")
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")
         print(f"{page} regenerated")

@@ -39,6 +39,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _require_window(window: object) -> None:
+    fits = isinstance(window, int) and _is_int(window) and 0 < window < 2**31
+    _require(window is None or fits, f"window must be a positive number of positions, not {window!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a GPT-2. Field names are those of the checkpoints' config.json."""
@@ -75,11 +80,7 @@ class ModelConfig:
         epsilon = self.layer_norm_epsilon
         _require(_is_number(epsilon) and epsilon > 0, f"layer_norm_epsilon must be positive, not {epsilon!r}")
         one_of(str(self.activation_function), ACTIVATIONS, "activation_function")
-        window = self.window
-        _require(
-            window is None or (_is_int(window) and 0 < window < 2**31),
-            f"window must be a positive number of positions, not {window!r}",
-        )
+        _require_window(self.window)
 
     @property
     def inner(self) -> int:
@@ -242,8 +243,5 @@ class EngineConfig:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
             one_of(self.device, (*DEVICES, "cuda:0"), "device")
         one_of(self.dtype, ("auto", *DTYPE_BYTES), "dtype")
-        window = self.window
-        _require(
-            window is None or (_is_int(window) and 0 < window < 2**31), f"window must be at least 1, not {window!r}"
-        )
+        _require_window(self.window)
         _require(_is_int(self.max_batch) and self.max_batch > 0, f"max_batch must be at least 1, not {self.max_batch}")

@@ -43,13 +43,18 @@ class Device:
         return None
 
     def supports(self, dtype: str) -> bool:
-        """Whether `dtype` can be computed with: bf16 needs sm_80 on a GPU."""
-        return dtype != "bf16" or self.kind != "cuda" or self.arch is None or arch_number(self.arch) >= 80
+        """Whether `dtype` can be computed with."""
+        return self.kind != "cuda" or self.arch is None or arch_supports(self.arch, dtype)
 
 
 def arch_number(arch: str) -> int:
     """sm_75 → 75, sm_90a → 90."""
     return int(arch.removeprefix("sm_").rstrip("af"))
+
+
+def arch_supports(arch: str, dtype: str) -> bool:
+    """Whether a GPU generation computes in `dtype`: bf16 needs sm_80."""
+    return dtype != "bf16" or arch_number(arch) >= 80
 
 
 #: What the kernels are compiled for, with the shared memory one block can have there.

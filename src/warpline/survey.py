@@ -12,8 +12,8 @@ from typing import Any
 
 from warpline import __version__, hardware
 
-#: The oldest GPU generation the CUDA kernels are written for.
-OLDEST_ARCH = 75
+#: The oldest GPU generation the CUDA kernels are compiled for.
+OLDEST_ARCH = min(hardware.arch_number(arch) for arch in hardware.ARCH_SHARED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import rows
+from warpline.errors import ConfigError
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -32,6 +33,19 @@ def test_rows_are_appended_and_never_replaced(tmp_path: Path) -> None:
     second = rows.append(tmp_path, "kernels", [{"gpu": "NVIDIA H200", "us": 2}])
     assert first == second == tmp_path / "nvidia-h200" / "kernels.jsonl"
     assert [json.loads(line)["us"] for line in first.read_text().splitlines()] == [1, 2]
+
+
+def test_rows_measured_elsewhere_get_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.jsonl"
+    ours, other = rows.source_digest(), "0" * 16
+    found = [{"commit": None, "source": ours}, {"commit": None, "source": other}, {"commit": "a" * 40, "source": ours}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    monkeypatch.setattr(rows, "_git", lambda *words: "b" * 40 if words[0] == "rev-parse" else " M src/x.py")
+    with pytest.raises(ConfigError, match="committed"):
+        rows.stamp(path)
+    monkeypatch.setattr(rows, "_git", lambda *words: "b" * 40 if words[0] == "rev-parse" else "")
+    assert (rows.stamp(path), rows.stamp(path)) == (1, 0)
+    assert [json.loads(line)["commit"] for line in path.read_text().splitlines()] == ["b" * 40, None, "a" * 40]
 
 
 def test_digest_follows_the_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -47,11 +47,13 @@ def source_digest() -> str:
 
 def stamp(path: Path) -> int:
     """Fill in the commit of rows measured elsewhere from exactly this clean checkout; return how many."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    ours = [row for row in rows if row["commit"] is None and row["source"] == source_digest()]
+    if not ours:
+        return 0
     commit = _git("rev-parse", "HEAD")
     if commit is None or _git("status", "--porcelain", "--", "src"):
         raise ConfigError("rows can only be stamped in a checkout whose src/ is committed")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    ours = [row for row in rows if row["commit"] is None and row["source"] == source_digest()]
     for row in ours:
         row["commit"] = commit
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
@@ -81,7 +82,23 @@ def _bench(*columns: int, **fixed: int) -> tuple[Dims, ...]:
     return tuple({"rows": rows, "columns": width, **fixed} for rows, width in shapes)
 
 
-LAYERNORM = KernelSpec(
+#: Ops whose rows are held in registers, and ops that go through the elements one by one.
+_row_op = functools.partial(
+    KernelSpec,
+    constants=("columns",),
+    tunables=_ROW_TUNABLES,
+    default=_row_defaults,
+    launch=_one_row_per_group,
+)
+_flat_op = functools.partial(
+    KernelSpec,
+    constants=("columns",),
+    tunables=_FLAT_TUNABLES,
+    default=lambda _: {"block": 256, "unroll": 4},
+    launch=_flat,
+)
+
+LAYERNORM = _row_op(
     name="layernorm",
     summary="LayerNorm of rows, one pass over memory",
     header="ops/layernorm.cuh",
@@ -93,17 +110,13 @@ LAYERNORM = KernelSpec(
         Scalar("rows"),
         Scalar("epsilon", 1e-5),
     ),
-    constants=("columns",),
-    tunables=_ROW_TUNABLES,
-    default=_row_defaults,
-    launch=_one_row_per_group,
     flops=lambda dims: 8 * dims["rows"] * dims["columns"],
     reference=_layernorm,
     test_dims=_tests(256, 1280, 1600, 4097),
     bench_dims=_bench(768, 1600),
 )
 
-RESIDUAL_LAYERNORM = KernelSpec(
+RESIDUAL_LAYERNORM = _row_op(
     name="residual_layernorm",
     summary="residual addition and LayerNorm of the sum; both are kept",
     header="ops/layernorm.cuh",
@@ -117,40 +130,28 @@ RESIDUAL_LAYERNORM = KernelSpec(
         Scalar("rows"),
         Scalar("epsilon", 1e-5),
     ),
-    constants=("columns",),
-    tunables=_ROW_TUNABLES,
-    default=_row_defaults,
-    launch=_one_row_per_group,
     flops=lambda dims: 9 * dims["rows"] * dims["columns"],
     reference=_residual_layernorm,
     test_dims=_tests(256, 1280, 1600, 4097),
     bench_dims=_bench(768, 1600),
 )
 
-SOFTMAX = KernelSpec(
+SOFTMAX = _row_op(
     name="softmax",
     summary="softmax of rows, in float32",
     header="ops/softmax.cuh",
     arguments=(reads("x", "rows columns"), writes("y", "rows columns"), Scalar("rows")),
-    constants=("columns",),
-    tunables=_ROW_TUNABLES,
-    default=_row_defaults,
-    launch=_one_row_per_group,
     flops=lambda dims: 5 * dims["rows"] * dims["columns"],
     reference=_softmax,
     test_dims=_tests(256, 4097),
     bench_dims=_bench(1024),
 )
 
-GELU = KernelSpec(
+GELU = _flat_op(
     name="gelu",
     summary="GELU, tanh form",
     header="ops/gelu.cuh",
     arguments=(reads("x", "rows columns"), writes("y", "rows columns"), Scalar("rows")),
-    constants=("columns",),
-    tunables=_FLAT_TUNABLES,
-    default=lambda _: {"block": 256, "unroll": 4},
-    launch=_flat,
     flops=lambda dims: 8 * dims["rows"] * dims["columns"],
     reference=_gelu,
     test_dims=_tests(3072),
@@ -159,7 +160,7 @@ GELU = KernelSpec(
 
 
 def _with_bias(name: str, summary: str, approximation: float = 0.0) -> KernelSpec:
-    return KernelSpec(
+    return _flat_op(
         name=name,
         summary=summary,
         header="ops/gelu.cuh",
@@ -169,10 +170,6 @@ def _with_bias(name: str, summary: str, approximation: float = 0.0) -> KernelSpe
             writes("y", "rows columns"),
             Scalar("rows"),
         ),
-        constants=("columns",),
-        tunables=_FLAT_TUNABLES,
-        default=lambda _: {"block": 256, "unroll": 4},
-        launch=_flat,
         flops=lambda dims: 9 * dims["rows"] * dims["columns"],
         reference=_bias_gelu,
         approximation=approximation,
@@ -184,7 +181,7 @@ def _with_bias(name: str, summary: str, approximation: float = 0.0) -> KernelSpe
 BIAS_GELU = _with_bias("bias_gelu", "bias and GELU, tanh form")
 BIAS_GELU_FAST = _with_bias("bias_gelu_fast", "bias and GELU with the hardware's approximate tanh", 2**-10)
 
-EMBEDDING = KernelSpec(
+EMBEDDING = _row_op(
     name="embedding",
     summary="token embedding plus position embedding",
     header="ops/embedding.cuh",
@@ -196,10 +193,6 @@ EMBEDDING = KernelSpec(
         writes("y", "rows columns"),
         Scalar("rows"),
     ),
-    constants=("columns",),
-    tunables=_ROW_TUNABLES,
-    default=_row_defaults,
-    launch=_one_row_per_group,
     flops=lambda dims: dims["rows"] * dims["columns"],
     reference=_embedding,
     test_dims=_tests(1600, vocab=50, places=33),

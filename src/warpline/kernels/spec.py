@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError
-from warpline.hardware import arch_number
+from warpline.hardware import arch_supports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,8 +142,8 @@ class KernelSpec:
         return dims
 
     def runs_on(self, dtype: str, arch: str) -> bool:
-        """Whether the op exists in `dtype` for `arch`: bf16 needs sm_80."""
-        return dtype in self.dtypes and (dtype != "bf16" or arch_number(arch) >= 80)
+        """Whether the op exists in `dtype` for `arch`."""
+        return dtype in self.dtypes and arch_supports(arch, dtype)
 
 
 @dataclass(frozen=True, slots=True)

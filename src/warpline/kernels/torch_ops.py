@@ -13,7 +13,7 @@ from torch import Tensor
 
 from warpline.kernels import launch
 from warpline.kernels.catalog import CATALOG
-from warpline.kernels.spec import KernelSpec
+from warpline.kernels.spec import KernelSpec, as_kwargs
 
 _library = torch.library.Library("warpline", "DEF")
 
@@ -27,10 +27,8 @@ def _schema(spec: KernelSpec) -> str:
 
 def _split(spec: KernelSpec, arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict[str, float]]:
     count = len(spec.inputs)
-    names = [scalar.name for scalar in spec.floats]
-    given = dict(zip(names, arguments[count:], strict=False))
-    defaults = {scalar.name: float(scalar.default or 0) for scalar in spec.floats}
-    return [tensor.contiguous() for tensor in arguments[:count]], defaults | given
+    given = dict(zip((scalar.name for scalar in spec.floats), arguments[count:], strict=False))
+    return [tensor.contiguous() for tensor in arguments[:count]], as_kwargs(spec, given)
 
 
 def as_floats(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
