@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check format readme clean
+.PHONY: help demo test test-gpu sanitize check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
 	@echo "make test     run the tests (no GPU needed)"
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
+	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
@@ -25,6 +26,12 @@ test: $(VENV)/.dev
 # A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled.
 test-gpu:
 	PYTHONPATH=src:. $(PYTHON) -m pytest tests/gpu -p no:cacheprovider
+
+# The bindings ask the driver for functions it may not have; such refusals are no errors of ours.
+sanitize:
+	set -e; for tool in memcheck racecheck synccheck; do \
+		PYTHONPATH=src:. compute-sanitizer --tool $$tool --report-api-errors no --kernel-regex kns=warpline \
+			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py --small -q -p no:cacheprovider; done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -34,29 +34,34 @@ def catalog() -> str:
 
 
 def kernel_rows() -> str:
-    """The newest row of each kernel, dtype and shape."""
-    newest: dict[tuple[str, str, str], dict[str, Any]] = {}
+    """The newest row of each kernel, dtype, shape and target."""
+    newest: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for path in sorted((ROOT / "results").glob("*/kernels.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            shape = "×".join(str(extent) for extent in row["dims"].values())
-            newest[row["kernel"], row["dtype"], shape] = row
+            if "percent_of_roof" in row:  # rows from before the roof was measured are history
+                shape = "×".join(str(extent) for extent in row["dims"].values())
+                newest[row["kernel"], row["dtype"], shape, row["arch"]] = row
+    order = {name: i for i, name in enumerate(CATALOG)}
     rows = [
         [
             f"`{kernel}`",
-            dtype,
+            f"{dtype} ({arch})" if arch.startswith("compute") else dtype,
             shape,
             f"{row['us']:,.2f}",
             f"{row['gb_s']:,.0f}",
-            f"{row['percent_of_copy']:.0f} %",
-            f"{row['torch_us']:,.2f}",
+            f"{row['tflop_s']:,.1f}",
+            f"{row['percent_of_roof']:.0f} % {row['bound']}",
+            f"{row['torch_us']:,.2f} {row['torch_by'] if row['torch_by'] != 'torch' else ''}".strip(),
             f"{row['torch_us'] / row['us']:.2f}×",
         ]
-        for (kernel, dtype, shape), row in newest.items()
+        for (kernel, dtype, shape, arch), row in sorted(newest.items(), key=lambda item: order.get(item[0][0], 99))
     ]
     origins = sorted({(row["gpu"], row["torch"], row["copy_gb_s"], row["time"][:10]) for row in newest.values()})
+    peaks = sorted({(row["dtype"], row["peak_tflop_s"]) for row in newest.values()})
     notes = [f"{gpu}, torch {torch}, copy {copy:,.0f} GB/s, {day}." for gpu, torch, copy, day in origins]
-    titles = ["kernel", "dtype", "shape", "µs", "GB/s", "of a copy", "torch µs", "speed-up"]
+    notes += ["Large products: " + ", ".join(f"{dtype} {peak:,.0f} TFLOP/s" for dtype, peak in peaks) + "."]
+    titles = ["kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "of the roof", "torch µs", "speed-up"]
     return " ".join(notes) + "\n\n" + table(titles, rows)
 
 

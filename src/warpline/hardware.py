@@ -48,8 +48,8 @@ class Device:
 
 
 def arch_number(arch: str) -> int:
-    """sm_75 → 75, sm_90a → 90."""
-    return int(arch.removeprefix("sm_").rstrip("af"))
+    """sm_75 → 75, sm_90a → 90, compute_75 → 75."""
+    return int(arch.partition("_")[2].rstrip("af"))
 
 
 def arch_supports(arch: str, dtype: str) -> bool:
@@ -57,16 +57,40 @@ def arch_supports(arch: str, dtype: str) -> bool:
     return dtype != "bf16" or arch_number(arch) >= 80
 
 
-#: What the kernels are compiled for, with the shared memory one block can have there.
-ARCH_SHARED_BYTES = {
-    "sm_75": 64 << 10,
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
+@dataclass(frozen=True, slots=True)
+class ArchLimits:
+    """What a multiprocessor of a GPU generation has for its blocks."""
+
+    block_shared_bytes: int  # the most that one block can have
+    shared_bytes: int
+    threads: int
+    blocks: int
+    registers: int = 65536
+
+
+#: What the kernels are compiled for.
+ARCH_LIMITS = {
+    "sm_75": ArchLimits(64 << 10, 64 << 10, 1024, 16),
+    "sm_80": ArchLimits(163 << 10, 164 << 10, 2048, 32),
+    "sm_86": ArchLimits(99 << 10, 100 << 10, 1536, 16),
+    "sm_89": ArchLimits(99 << 10, 100 << 10, 1536, 24),
+    "sm_90": ArchLimits(227 << 10, 228 << 10, 2048, 32),
+    "sm_100": ArchLimits(227 << 10, 228 << 10, 2048, 32),
+    "sm_120": ArchLimits(99 << 10, 100 << 10, 1536, 24),
 }
+
+
+def resident_blocks(arch: str, threads: int, registers: int, shared_bytes: int) -> int:
+    """How many blocks of a kernel a multiprocessor holds at once. With none the kernel cannot be launched at all; a
+    kernel whose blocks wait for one another can have this many blocks per multiprocessor and no more."""
+    limits = ARCH_LIMITS[arch]
+    if shared_bytes > limits.block_shared_bytes:
+        return 0
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // 256) * 256  # registers are given out to warps in units of 256
+    reserved = 0 if arch == "sm_75" else 1024  # of shared memory, in every block
+    by_shared = limits.shared_bytes // (shared_bytes + reserved) if shared_bytes + reserved else limits.blocks
+    return min(limits.blocks, limits.threads // (warps * 32), limits.registers // (per_warp * warps), by_shared)
 
 
 def _gpu(name: str, arch: int, sms: int, memory: float, bandwidth: float, tensor: float, fp32: float) -> Device:

@@ -13,7 +13,7 @@ from typing import Any
 from warpline import __version__, hardware
 
 #: The oldest GPU generation the CUDA kernels are compiled for.
-OLDEST_ARCH = min(hardware.arch_number(arch) for arch in hardware.ARCH_SHARED_BYTES)
+OLDEST_ARCH = min(hardware.arch_number(arch) for arch in hardware.ARCH_LIMITS)
 
 
 @dataclass(frozen=True, slots=True)

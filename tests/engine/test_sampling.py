@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from warpline.config import ModelConfig, SamplingParams
 from warpline.engine import sampling
 from warpline.engine.state import Request, State, noise_keys
+from warpline.kernels.noise import gumbel
 
 VOCAB = 997  # more than the short list of a CPU
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCAB, n_positions=64, eos_token_id=5)
@@ -161,7 +162,7 @@ def test_a_row_does_not_see_its_neighbours(choices: list[dict[str, Any]], seed: 
 
 
 def test_noise_is_gumbel_and_independent_between_tokens_and_positions() -> None:
-    noise = sampling.gumbel(torch.from_numpy(noise_keys(1, 0, 400)), VOCAB).double()
+    noise = gumbel(torch.from_numpy(noise_keys(1, 0, 400)), VOCAB).double()
     assert noise.isfinite().all()
     count = noise.numel()
     # Euler's constant, π²/6, and the exponential distribution that every Gumbel variable hides.
@@ -186,7 +187,7 @@ def test_noise_of_known_keys() -> None:
         return -math.log(-math.log1p(-(x + 0.5) / 2**32))
 
     keys = [0, 1, -1, 2**31 - 1, -(2**31), 123456789]
-    noise = sampling.gumbel(torch.tensor(keys, dtype=torch.int32), 50257)
+    noise = gumbel(torch.tensor(keys, dtype=torch.int32), 50257)
     for row, key in enumerate(keys):
         for token in (0, 1, 255, 256, 50256):
             assert float(noise[row, token]) == pytest.approx(by_hand(key, token), rel=1e-4, abs=1e-4)
@@ -195,7 +196,7 @@ def test_noise_of_known_keys() -> None:
 def test_no_noise_makes_a_token_impossible() -> None:
     """The key whose hash for token 100 is so large that float32 rounds it up to 1."""
     keys = torch.tensor([-2131044562 - 100], dtype=torch.int32)
-    assert sampling.gumbel(keys, VOCAB).isfinite().all()
+    assert gumbel(keys, VOCAB).isfinite().all()
     logits = torch.zeros(1, VOCAB)
     logits[0, 100] = 1
     state = begin([SamplingParams(temperature=1.0, top_k=1, top_p=1.0)])

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from warpline.bench.rows import provenance
-from warpline.bench.timing import copy_bandwidth, rotating_sets, time_launches
+from warpline.bench.timing import copy_bandwidth, product_rate, rotating_sets, time_launches
 from warpline.errors import DeviceError
+from warpline.hardware import arch_supports
 from warpline.kernels import launch
-from warpline.kernels.spec import Dims, KernelSpec, as_kwargs
-from warpline.model.weights import TORCH_DTYPES
+from warpline.kernels.launch import TORCH_TYPES
+from warpline.kernels.spec import Buffer, Dims, KernelSpec
 
 
 def require_gpu() -> None:
@@ -21,53 +22,80 @@ def require_gpu() -> None:
         raise DeviceError("timing kernels needs a CUDA GPU: 'warpline kernels compile' works without one")
 
 
-def bench(specs: list[KernelSpec], dtypes: list[str]) -> Iterator[dict[str, Any]]:
-    """One row per kernel, bench shape and dtype."""
+def bench(specs: list[KernelSpec], dtypes: list[str], arch: str | None = None) -> Iterator[dict[str, Any]]:
+    """One row per kernel, bench shape and dtype; `arch` compiles for another GPU than this one, as compute_75."""
     require_gpu()
     origin = provenance() | {"copy_gb_s": round(copy_bandwidth(), 1)}
-    arch = launch.arch_of(torch.cuda.current_device())
+    arch = arch or launch.arch_of(torch.cuda.current_device())
+    peaks = {dtype: product_rate(TORCH_TYPES[dtype]) for dtype in dtypes if arch_supports(arch, dtype)}
     for spec in specs:
         for dtype in dtypes:
             if spec.runs_on(dtype, arch):
                 for dims in spec.bench_dims:
-                    yield _row(spec, dtype, dims, origin)
+                    yield _row(spec, dtype, dims, arch, origin, peaks[dtype])
 
 
-def random_inputs(spec: KernelSpec, dtype: str, dims: Dims, seed: int, device: str = "cuda") -> list[torch.Tensor]:
-    """Fresh inputs: normal numbers in the storage type, and indices that are in range."""
+def random_inputs(
+    spec: KernelSpec, dtype: str, dims: Dims, seed: int, device: str = "cuda", *, full: bool = False
+) -> list[torch.Tensor]:
+    """Fresh inputs: normal numbers, or what the buffer is said to hold; with `full`, counts are as large as can be."""
     generator = torch.Generator(device).manual_seed(seed)
-    kind = TORCH_DTYPES[dtype]
-    return [
-        torch.randn(buffer.shape(dims), generator=generator, device=device).to(kind)
-        if buffer.indexes is None
-        else torch.randint(dims[buffer.indexes], buffer.shape(dims), generator=generator, device=device)
-        for buffer in spec.inputs
-    ]
+    return [_random(buffer, dtype, dims, generator, full) for buffer in spec.inputs]
+
+
+def _random(buffer: Buffer, dtype: str, dims: Dims, generator: torch.Generator, full: bool) -> torch.Tensor:
+    holds, shape = buffer.holds, buffer.shape(dims)
+    kind = TORCH_TYPES[buffer.element(dtype)]
+    if holds.upto is not None:
+        highest = dims[holds.upto] + holds.lowest
+        lowest = highest - 1 if full and holds.lowest else holds.lowest
+    elif not kind.is_floating_point:
+        lowest, highest = -(2**31), 2**31
+    else:
+        numbers = torch.empty(shape, device=generator.device)
+        if holds.between is not None:
+            return numbers.uniform_(*holds.between, generator=generator)
+        return numbers.normal_(generator=generator).to(kind)
+    return torch.randint(lowest, highest, shape, generator=generator, device=generator.device, dtype=kind)
 
 
 def new_outputs(spec: KernelSpec, dtype: str, dims: Dims, device: str = "cuda") -> list[torch.Tensor]:
-    """Buffers for the results, poisoned."""
-    return [torch.full(b.shape(dims), torch.nan, dtype=TORCH_DTYPES[dtype], device=device) for b in spec.outputs]
+    """Buffers for the results, poisoned: not a number, or an index that cannot be."""
+    return [
+        torch.full(b.shape(dims), torch.nan if kind.is_floating_point else -1, dtype=kind, device=device)
+        for b, kind in ((b, TORCH_TYPES[b.element(dtype)]) for b in spec.outputs)
+    ]
 
 
-def _row(spec: KernelSpec, dtype: str, dims: Dims, origin: dict[str, Any]) -> dict[str, Any]:
-    moved = spec.bytes(dims, dtype)
+def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, Any], peak: float) -> dict[str, Any]:
+    moved, flops = spec.bytes(dims, dtype), spec.flops(dims)
     sets = rotating_sets(moved)
-    inputs = [random_inputs(spec, dtype, dims, seed) for seed in range(sets)]
-    outputs = [new_outputs(spec, dtype, dims) for _ in range(sets)]
-    floats = as_kwargs(spec, None)
-    ours = time_launches(lambda i: launch.run(spec, inputs[i], outputs=outputs[i]), sets)
-    torchs = time_launches(lambda i: spec.reference(*inputs[i], **floats), sets)
-    gb_s = moved / ours.median / 1e3
+    inputs = [random_inputs(spec, dtype, dims, seed, full=True) for seed in range(sets)]
+    numbers = spec.number_values(dims)
+    calls = [launch.Call(spec, tensors, numbers=numbers, arch=arch) for tensors in inputs]
+    ours = time_launches(lambda i: calls[i].launch(), sets)
+    peers = {
+        name: round(time_launches(lambda i, do=do: do(*inputs[i], **numbers), sets).median, 3)  # type: ignore[misc]
+        for name, do in (spec.peers or {"torch": spec.reference}).items()
+    }
+    best = min(peers, key=lambda name: peers[name])
+    gb_s, tflop_s = moved / ours.median / 1e3, flops / ours.median / 1e6
+    of_roof = max(gb_s / origin["copy_gb_s"], tflop_s / peak)
     return origin | {
         "kernel": spec.name,
+        "arch": arch,
         "dtype": dtype,
         "dims": dict(dims),
         "us": round(ours.median, 3),
         "us_p20": round(ours.p20, 3),
         "us_p80": round(ours.p80, 3),
-        "torch_us": round(torchs.median, 3),
+        "torch_us": peers[best],
+        "torch_by": best,
+        "peers_us": peers,
         "gb_s": round(gb_s, 1),
-        "tflop_s": round(spec.flops(dims) / ours.median / 1e6, 3),
+        "tflop_s": round(tflop_s, 3),
+        "peak_tflop_s": round(peak, 1),
+        "bound": "memory" if moved / origin["copy_gb_s"] / 1e9 > flops / peak / 1e12 else "compute",
         "percent_of_copy": round(100 * gb_s / origin["copy_gb_s"], 1),
+        "percent_of_roof": round(100 * of_roof, 1),
     }

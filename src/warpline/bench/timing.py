@@ -22,9 +22,9 @@ class Timing:
     p80: float
 
 
-def time_launches(launch: Callable[[int], object], sets: int) -> Timing:
+def time_launches(launch: Callable[[int], object], sets: int, launches: int = LAUNCHES) -> Timing:
     """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache."""
-    count = max(LAUNCHES, sets)
+    count = max(launches, sets)
     for i in range(sets):  # compiles, loads and allocates before anything is captured
         launch(i)
     torch.cuda.synchronize()
@@ -56,3 +56,10 @@ def copy_bandwidth(megabytes: int = 1024) -> float:
     target = torch.empty_like(source)
     best = min(time_launches(lambda _: target.copy_(source), 1).median for _ in range(3))
     return 2 * source.nbytes / best / 1e3
+
+
+def product_rate(dtype: torch.dtype, size: int = 8192) -> float:
+    """TFLOP/s of a large matrix product through torch: the ceiling of a kernel that computes in `dtype`."""
+    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / time_launches(lambda _: torch.mm(a, b, out=out), 1, launches=4).median / 1e6

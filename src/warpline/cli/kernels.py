@@ -10,7 +10,7 @@ import typer
 
 from warpline.config import DTYPE_BYTES
 from warpline.errors import one_of
-from warpline.hardware import ARCH_SHARED_BYTES
+from warpline.hardware import ARCH_LIMITS
 from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.spec import KernelSpec
 
@@ -54,7 +54,7 @@ def kernels(context: typer.Context, as_json: AsJson = False) -> None:
 @app.command("compile")
 def compile_(
     names: Names = None,
-    arch: Annotated[str, typer.Option(help="One or several, separated by commas.")] = ",".join(ARCH_SHARED_BYTES),
+    arch: Annotated[str, typer.Option(help="One or several, separated by commas.")] = ",".join(ARCH_LIMITS),
     dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, separated by commas.")] = ",".join(DTYPE_BYTES),
     as_json: AsJson = False,
 ) -> None:
@@ -62,10 +62,10 @@ def compile_(
     from warpline.kernels.compile import compile_many
     from warpline.kernels.spec import Variant
 
-    archs = _split(arch, list(ARCH_SHARED_BYTES), "arch")
+    archs = _split(arch, list(ARCH_LIMITS), "arch")
     dtypes = _split(dtype, list(DTYPE_BYTES), "dtype")
     jobs = {
-        (Variant.of(spec, kind, dims), target): None
+        (Variant.of(spec, kind, dims, target), target): None
         for spec in _chosen(names)
         for kind in dtypes
         for dims in spec.bench_dims
@@ -77,7 +77,7 @@ def compile_(
             "kernel": binary.variant.label,
             "arch": binary.arch,
             "registers": binary.report.registers,
-            "shared_bytes": binary.report.shared_bytes,
+            "shared_bytes": (binary.report.shared_bytes or 0) + binary.variant.smallest_launch.shared_bytes,
             "spill_bytes": binary.report.spill_bytes,
             "seconds": binary.report.seconds,
             "cached": binary.report.cached,
@@ -104,11 +104,16 @@ def compile_(
 def bench_(
     names: Names = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, separated by commas.")] = "fp32,fp16",
+    arch: Annotated[
+        str | None, typer.Option(help="Compile for an older GPU: compute_75 runs the Turing path on a newer one.")
+    ] = None,
     as_json: AsJson = False,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Time the kernels on this GPU, beside torch and beside the bandwidth of a copy."""
+    """Time the kernels on this GPU, beside torch and beside the measured roof: a copy, or a large product."""
     specs, dtypes = _chosen(names), _split(dtype, list(DTYPE_BYTES), "dtype")
+    if arch is not None:
+        one_of(arch, [target.replace("sm_", "compute_") for target in ARCH_LIMITS], "arch")
 
     from warpline.bench.kernels import bench, require_gpu
     from warpline.bench.rows import append
@@ -117,7 +122,7 @@ def bench_(
     require_gpu()
     rows: list[dict[str, Any]] = []
     with progress("Timing kernels", sum(len(spec.bench_dims) for spec in specs) * len(dtypes)) as advance:
-        for row in bench(specs, dtypes):
+        for row in bench(specs, dtypes, arch):
             rows.append(row)
             advance(1)
     if save is not None:
@@ -125,7 +130,7 @@ def bench_(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    _print_table(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "% of copy", "torch µs", "speed-up"), [
+    _print_table(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "bound", "% of roof", "torch µs", "speed-up"), [
         (
             row["kernel"],
             row["dtype"],
@@ -133,7 +138,8 @@ def bench_(
             f"{row['us']:,.2f}",
             f"{row['gb_s']:,.0f}",
             f"{row['tflop_s']:,.2f}",
-            f"{row['percent_of_copy']:.0f}",
+            row["bound"],
+            f"{row['percent_of_roof']:.0f}",
             f"{row['torch_us']:,.2f}",
             f"{row['torch_us'] / row['us']:.2f}×",
         )

@@ -27,7 +27,8 @@ from warpline.kernels.spec import Variant
 from warpline.progress import progress
 
 SOURCE = Path(__file__).parent / "cuda"
-FLAGS = ("--std=c++17",)
+#: NVRTC's own cache would leave out the assembler's report; ours keeps it.
+FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--no-cache")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from warpline.errors import ConfigError, KernelError
-from warpline.kernels.compile import compile_one
-from warpline.kernels.spec import Buffer, KernelSpec, Launch, Tunables, Variant, as_kwargs
+from warpline.kernels.compile import compile_one, nvrtc_version
+from warpline.kernels.spec import Buffer, Dims, KernelSpec, Launch, Tunables, Variant
 
-#: torch's names of the storage types.
-DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+#: Element types in torch.
+TORCH_TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_NAMES = {kind: name for name, kind in TORCH_TYPES.items()}
 
 
 class Kernel:
@@ -31,37 +38,34 @@ class Kernel:
             _check(driver, status, f"loading {variant.label} for {arch}")
             status, self._function = driver.cuModuleGetFunction(self._module, variant.entry.encode())
             _check(driver, status, f"finding {variant.entry}")
-        fixed = dict(variant.constants)
-        self._arguments = [a for a in variant.spec.arguments if isinstance(a, Buffer) or a.name not in fixed]
+            shared = variant.smallest_launch.shared_bytes
+            if shared:  # beyond 48 KiB, static and dynamic together, a block only gets what was asked for
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (status,) = driver.cuFuncSetAttribute(self._function, attribute, shared)
+                _check(driver, status, f"giving {variant.label} {shared:,} bytes of shared memory")
+        self._parameters = variant.parameters()
 
     def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int]) -> None:
         """Enqueue one launch; `values` holds every argument by name."""
         driver = _driver()
-        cells: list[ctypes.c_void_p | ctypes.c_int | ctypes.c_float] = []
-        for argument in self._arguments:
-            value = values[argument.name]
-            if isinstance(value, Tensor):
-                cells.append(ctypes.c_void_p(value.data_ptr()))
-            elif isinstance(argument, Buffer):
-                raise ConfigError(f"{self.variant.spec.name}: {argument.name} must be a tensor")
-            else:
-                cells.append(ctypes.c_int(int(value)) if argument.is_dimension else ctypes.c_float(value))
+        cells = [_cell(argument, values[argument.name]) for argument in self._parameters]
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
         stream = torch.cuda.current_stream(self.device).cuda_stream
+        grid, block = (shape.grid, 1, 1), (shape.block, 1, 1)
         (status,) = driver.cuLaunchKernel(
-            self._function,
-            shape.grid,
-            1,
-            1,
-            shape.block,
-            1,
-            1,
-            shape.shared_bytes,
-            stream,
-            ctypes.addressof(pointers),
-            0,
+            self._function, *grid, *block, shape.shared_bytes, stream, ctypes.addressof(pointers), 0
         )
         _check(driver, status, f"launching {self.variant.label}")
+
+
+def _cell(argument: Any, value: Tensor | float | int) -> Any:
+    """The argument as the kernel takes it."""
+    if isinstance(argument, Buffer):
+        assert isinstance(value, Tensor)
+        if argument.strided:  # `View` of view.cuh
+            return (ctypes.c_int64 * 4)(value.data_ptr(), *value.stride()[:3])
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_int(int(value)) if argument.is_int else ctypes.c_float(float(value))
 
 
 @functools.cache
@@ -76,41 +80,88 @@ def arch_of(device: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def run(
-    spec: KernelSpec,
-    inputs: Sequence[Tensor],
-    *,
-    outputs: Sequence[Tensor] | None = None,
-    tunables: Tunables | None = None,
-    arch: str | None = None,
-    floats: Mapping[str, float] | None = None,
-) -> list[Tensor]:
-    """Run `spec` on CUDA tensors and return its outputs, which are allocated unless given.
+def allocate(buffers: Sequence[Buffer], dims: Dims, dtype: str, device: torch.device | int | str) -> list[Tensor]:
+    """Memory for outputs or scratch; what counts starts at zero."""
+    return [
+        (torch.empty if buffer.role == "output" else torch.zeros)(
+            buffer.shape(dims), dtype=TORCH_TYPES[buffer.element(dtype)], device=device
+        )
+        for buffer in buffers
+    ]
 
-    `arch` overrides what is compiled for: compute_75 runs the Turing path, as PTX, on a newer GPU.
+
+class Call:
+    """One op on given tensors, checked and ready to be launched any number of times."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        inputs: Sequence[Tensor],
+        *,
+        outputs: Sequence[Tensor] | None = None,
+        tunables: Tunables | None = None,
+        arch: str | None = None,
+        numbers: Mapping[str, float | None] | None = None,
+    ):
+        first = inputs[spec.storage]
+        if not first.is_cuda:
+            raise ConfigError(f"{spec.name}: the inputs are on the CPU: move them to a GPU")
+        dtype, device = _NAMES.get(first.dtype), first.device.index
+        target = arch or arch_of(device)
+        if dtype is None or not spec.runs_on(dtype, target):
+            kinds = ", ".join(spec.dtypes)
+            raise KernelError(f"{spec.name} does not run in {first.dtype} on {target}: use one of {kinds}")
+        for buffer, tensor in zip(spec.inputs, inputs, strict=True):
+            _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
+        dims = spec.dims_of([tensor.shape for tensor in inputs])
+        self._variant = Variant.of(spec, dtype, dims, target, tunables)
+        self._device, self._target = device, target
+        self._empty = not all(dims.values())
+        if not self._empty:
+            self._shape = self._variant.launch(dims)
+            extended = {**dims, **dict(self._variant.tunables), "grid": self._shape.grid}
+            scratch = allocate(spec.scratches, extended, dtype, device)
+        else:
+            scratch = []
+        self.outputs = allocate(spec.outputs, dims, dtype, device) if outputs is None else list(outputs)
+        self._values: dict[str, Any] = {**dims, **spec.number_values(dims, numbers)}
+        for buffers, tensors in ((spec.inputs, inputs), (spec.outputs, self.outputs), (spec.scratches, scratch)):
+            self._values |= {buffer.name: tensor for buffer, tensor in zip(buffers, tensors, strict=False)}
+
+    def launch(self) -> None:
+        """Enqueue it."""
+        if not self._empty:
+            load(self._variant, self._device, self._target).launch(self._shape, self._values)
+
+
+def run(spec: KernelSpec, inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """Run `spec` on CUDA tensors and return its outputs, which are allocated unless given. Options are those of `Call`:
+    `arch` overrides what is compiled for (compute_75 runs the Turing path, as PTX, on a newer GPU).
     """
-    # The storage type is that of the first buffer that holds no indices.
-    first = next(t for buffer, t in zip(spec.inputs, inputs, strict=True) if buffer.indexes is None)
-    dtype = DTYPES.get(first.dtype)
-    device = first.device.index
-    if not first.is_cuda:
-        raise ConfigError(f"{spec.name}: the inputs are on the CPU: move them to a GPU")
-    target = arch or arch_of(device)
-    if dtype is None or not spec.runs_on(dtype, target.replace("compute_", "sm_")):
-        raise KernelError(f"{spec.name} does not run in {first.dtype} on {target}: use one of {', '.join(spec.dtypes)}")
-    for buffer, tensor in zip(spec.inputs, inputs, strict=True):
-        wanted = first.dtype if buffer.indexes is None else torch.int64
-        if tensor.dtype != wanted or tensor.device != first.device or not tensor.is_contiguous():
-            raise ConfigError(f"{spec.name}: {buffer.name} must be contiguous, {wanted}, on {first.device}")
-    dims = spec.dims_of([tensor.shape for tensor in inputs])
-    made = [first.new_empty(buffer.shape(dims)) for buffer in spec.outputs] if outputs is None else list(outputs)
-    variant = Variant.of(spec, dtype, dims, tunables)
-    values: dict[str, Tensor | float | int] = {**dims, **as_kwargs(spec, floats)}
-    buffers = zip((*spec.inputs, *spec.outputs), (*inputs, *made), strict=True)
-    values |= {buffer.name: tensor for buffer, tensor in buffers}
-    if all(dims.values()):
-        load(variant, device, target).launch(spec.launch(dims, dict(variant.tunables), dtype), values)
-    return made
+    call = Call(spec, inputs, **options)
+    call.launch()
+    return call.outputs
+
+
+def _require(spec: KernelSpec, buffer: Buffer, tensor: Tensor, kind: torch.dtype, device: torch.device) -> None:
+    if tensor.dtype != kind or tensor.device != device or not (buffer.strided or tensor.is_contiguous()):
+        raise ConfigError(f"{spec.name}: {buffer.name} must be contiguous, {kind}, on {device}")
+    if buffer.strided and tensor.dim() == 4 and not _is_vectorised(tensor):
+        raise ConfigError(
+            f"{spec.name}: {buffer.name} must be contiguous in its last dimension, and its rows as aligned as their "
+            "length allows, up to 16 bytes: call .contiguous() on it"
+        )
+
+
+def _is_vectorised(tensor: Tensor) -> bool:
+    """Whether every row starts where vectors of the width that `vector_width` of common.cuh chooses may start."""
+    size, columns = tensor.element_size(), tensor.shape[-1]
+    width = next(w for w in (16 // size, 8 // size, 4 // size, 1) if w and columns % w == 0)
+    starts = [
+        tensor.storage_offset(),
+        *(s for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if n > 1),
+    ]
+    return (tensor.stride(-1) == 1 or columns == 1) and all(start % width == 0 for start in starts)
 
 
 def _driver() -> Any:
@@ -123,6 +174,14 @@ def _check(driver: Any, status: Any, doing: str) -> None:
     result = driver.CUresult
     if status == result.CUDA_SUCCESS:
         return
-    too_old = (result.CUDA_ERROR_UNSUPPORTED_PTX_VERSION, result.CUDA_ERROR_NO_BINARY_FOR_GPU)
-    remedy = ": the driver is older than the compiler, update it" if status in too_old else ""
+    remedy = ""
+    if status in (
+        result.CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+        result.CUDA_ERROR_NO_BINARY_FOR_GPU,
+        result.CUDA_ERROR_INVALID_IMAGE,
+    ):
+        _, version = driver.cuDriverGetVersion()
+        supported = f"{version // 1000}.{version % 1000 // 10}"
+        remedy = f": the driver supports CUDA {supported} and the compiler is {nvrtc_version()}: update the driver"
+        remedy += f", or install the nvidia-cuda-nvrtc of CUDA {supported}"
     raise KernelError(f"CUDA failed while {doing}: {status.name}{remedy}")

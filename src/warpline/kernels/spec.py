@@ -1,7 +1,7 @@
 """`KernelSpec`: everything there is to know about one op, said once.
 
 Translation unit, argument packing, output buffers, byte counts, tests, bench rows and the torch op all follow from
-it. An op is a device function template in `cuda/ops/` and one entry in `catalog.py`; nothing else names it.
+it. An op is a device function template in `cuda/ops/` and one entry in the catalog; nothing else names it.
 """
 
 from __future__ import annotations
@@ -21,71 +21,153 @@ if TYPE_CHECKING:
 Dims = Mapping[str, int]
 Tunables = Mapping[str, int]
 
-#: Element types in CUDA C++.
-CUDA_TYPES = {"fp32": "float", "fp16": "__half", "bf16": "__nv_bfloat16"}
-INDEX_BYTES = 8
+#: Element types in CUDA C++: the storage types, and what else a buffer may hold.
+CUDA_TYPES = {"fp32": "float", "fp16": "__half", "bf16": "__nv_bfloat16", "int32": "int", "int64": "long long"}
+ELEMENT_BYTES = {**DTYPE_BYTES, "int32": 4, "int64": 8}
 THREADS_PER_WARP = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Values:
+    """What a buffer holds: its element type, and what a test may put there. Plain numbers of the storage type unless
+    it says otherwise."""
+
+    #: Element type, or None for the storage type of the variant.
+    element: str | None = None
+    #: Integers from `lowest` to the extent of a dimension, inclusive where `lowest` is 1 (counts), else exclusive.
+    upto: str | None = None
+    lowest: int = 0
+    #: Floats between two bounds instead of normally distributed ones.
+    between: tuple[float, float] | None = None
+
+
+def index_into(dimension: str) -> Values:
+    """Indices into a dimension."""
+    return Values("int64", upto=dimension)
+
+
+def count_of(dimension: str) -> Values:
+    """How many of a dimension's entries count, at least one."""
+    return Values("int64", upto=dimension, lowest=1)
+
+
+def between(low: float, high: float) -> Values:
+    """float32 numbers between two bounds, whatever the storage type."""
+    return Values("fp32", between=(low, high))
+
+
+STORAGE = Values()
+FLOAT = Values("fp32")
+BITS = Values("int32")
+INDEX = Values("int64")
+
+
+@dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor argument; `dims` names its extents. Its elements are of the storage type, or 64-bit indices."""
+    """A tensor argument; `dims` names its extents, or states them."""
 
     name: str
     dims: tuple[str, ...]
-    written: bool = False
-    #: The dimension into which it holds indices, if it holds indices.
-    indexes: str | None = None
+    role: str = "input"  # or "output", or "scratch": zero at first, left zero where it counts, otherwise any value
+    holds: Values = STORAGE
     #: The dimension whose extent says how many of its rows are read, if not all are.
     gathered_by: str | None = None
+    #: Four dimensions, of which all but the last may be strided: the device gets a View instead of a pointer.
+    strided: bool = False
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
         """Its extents for given dimensions."""
-        return tuple(dims[name] for name in self.dims)
+        return tuple(_extent(name, dims) for name in self.dims)
+
+    def element(self, dtype: str) -> str:
+        """Name of its element type, in a variant that stores `dtype`."""
+        return self.holds.element or dtype
 
     def bytes(self, dims: Dims, dtype: str) -> int:
         """What a kernel moves of it: everything once, or the rows it gathers."""
         extents = list(self.shape(dims))
         if self.gathered_by is not None:
             extents[0] = min(extents[0], dims[self.gathered_by])  # a row asked for twice need not move twice
-        return math.prod(extents) * (DTYPE_BYTES[dtype] if self.indexes is None else INDEX_BYTES)
+        return math.prod(extents) * ELEMENT_BYTES[self.element(dtype)]
+
+    def declaration(self, dtype: str) -> str:
+        """The kernel parameter."""
+        kind = CUDA_TYPES[self.element(dtype)]
+        if self.strided:
+            return f"const warpline::View<{kind}> {self.name}"
+        # Scratch is written by one block and read by another, so it is not promised to be unaliased.
+        return {
+            "input": f"const {kind}* __restrict__ {self.name}",
+            "output": f"{kind}* __restrict__ {self.name}",
+            "scratch": f"{kind}* {self.name}",
+        }[self.role]
+
+
+def _extent(name: str, dims: Dims) -> int:
+    """Of a dimension that is named, stated, or named plus a number: "rows", "1", "depth+2"."""
+    base, _, more = name.partition("+")
+    return (int(base) if base.isdigit() else dims[base]) + int(more or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number argument: a dimension, passed as int, or a float with its usual value."""
+    """A number argument: a dimension or tunable of that name, or a number of its own with its usual value."""
 
     name: str
-    default: float | None = None
+    default: float | Callable[[Dims], float] | None = None
 
     @property
     def is_dimension(self) -> bool:
         """Whether the value is a dimension of the op."""
         return self.default is None
 
+    @property
+    def is_int(self) -> bool:
+        """Whether the device takes it as an int."""
+        return self.is_dimension or isinstance(self.default, int)
 
-def reads(name: str, dims: str, *, indexes: str | None = None, gathered_by: str | None = None) -> Buffer:
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """An argument of the device function that this op does without, and what is passed in its place."""
+
+    name: str
+    value: str = "nullptr"
+
+
+def reads(name: str, dims: str, holds: Values = STORAGE, *, gathered_by: str | None = None) -> Buffer:
     """An input, its dimensions named in one string."""
-    return Buffer(name, tuple(dims.split()), indexes=indexes, gathered_by=gathered_by)
+    return Buffer(name, tuple(dims.split()), holds=holds, gathered_by=gathered_by)
 
 
-def writes(name: str, dims: str) -> Buffer:
+def views(name: str, dims: str) -> Buffer:
+    """An input that may be strided."""
+    return Buffer(name, tuple(dims.split()), strided=True)
+
+
+def writes(name: str, dims: str, holds: Values = STORAGE) -> Buffer:
     """An output."""
-    return Buffer(name, tuple(dims.split()), written=True)
+    return Buffer(name, tuple(dims.split()), "output", holds)
+
+
+def scratch(name: str, dims: str, holds: Values = FLOAT) -> Buffer:
+    """Working memory; its dimensions may be tunables and `grid`, the number of blocks."""
+    return Buffer(name, tuple(dims.split()), "scratch", holds)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Shape of a launch."""
+    """Shape of a launch, and how many of its blocks an SM should be able to hold."""
 
     grid: int
     block: int
     shared_bytes: int = 0
+    resident: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelSpec:
-    """One op. Functions take the dimensions by name, and where it matters the tunables and the dtype.
+    """One op. Functions take the dimensions by name, and where it matters tunables, dtype and arch.
 
     There is one object per op, so identity is equality.
     """
@@ -93,40 +175,63 @@ class KernelSpec:
     name: str
     summary: str
     header: str  # under cuda/
-    arguments: tuple[Buffer | Scalar, ...]
-    #: Dimensions compiled in, as template constants in capitals, behind the type and before the tunables.
+    arguments: tuple[Buffer | Scalar | Absent, ...]
+    #: The device function, if not called like the op: several ops may be one function with arguments absent.
+    function: str | None = None
+    #: Dimensions compiled in, as template constants behind the type.
     constants: tuple[str, ...] = ()
-    #: Choices of each tunable.
+    #: Template constants behind those, the same for every variant.
+    options: tuple[int, ...] = ()
+    #: Choices of each tunable; they are the last template constants.
     tunables: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: The choice made without a sweep.
-    default: Callable[[Dims], Tunables]
+    #: Which combinations of them exist, for dimensions and dtype.
+    allows: Callable[[Dims, Tunables, str], bool] = lambda _dims, _tunables, _dtype: True
+    #: The choice made without a sweep, for dimensions, dtype and arch.
+    default: Callable[[Dims, str, str], Tunables]
     launch: Callable[[Dims, Tunables, str], Launch]
     flops: Callable[[Dims], int]
-    #: The op in torch, in whatever precision the inputs have; takes inputs and float scalars, returns the outputs.
+    #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs.
     reference: Callable[..., tuple[Tensor, ...]]
+    #: Other ways to do the same on a GPU, where the reference is not torch's best; all counts are full there.
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    #: For an op whose output is an index: the scores [rows, choices] of which it takes the largest.
+    scores: Callable[..., Tensor] | None = None
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
     #: Error that the op makes on purpose, relative to its largest result.
     approximation: float = 0.0
     test_dims: tuple[Dims, ...]
     bench_dims: tuple[Dims, ...]
 
+    def _buffers(self, role: str) -> list[Buffer]:
+        return [a for a in self.arguments if isinstance(a, Buffer) and a.role == role]
+
     @property
     def inputs(self) -> list[Buffer]:
         """Buffers that are read."""
-        return [a for a in self.arguments if isinstance(a, Buffer) and not a.written]
+        return self._buffers("input")
 
     @property
     def outputs(self) -> list[Buffer]:
         """Buffers that are written."""
-        return [a for a in self.arguments if isinstance(a, Buffer) and a.written]
+        return self._buffers("output")
 
     @property
-    def floats(self) -> list[Scalar]:
+    def scratches(self) -> list[Buffer]:
+        """Working memory."""
+        return self._buffers("scratch")
+
+    @property
+    def storage(self) -> int:
+        """Which input says what the storage type is."""
+        return next(i for i, buffer in enumerate(self.inputs) if buffer.holds.element is None)
+
+    @property
+    def numbers(self) -> list[Scalar]:
         """Numbers that are no dimensions."""
         return [a for a in self.arguments if isinstance(a, Scalar) and not a.is_dimension]
 
     def bytes(self, dims: Dims, dtype: str) -> int:
-        """What must move: every buffer once."""
+        """What must move: every input and output once."""
         return sum(buffer.bytes(dims, dtype) for buffer in self.inputs + self.outputs)
 
     def dims_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -137,13 +242,27 @@ class KernelSpec:
                 wanted = ", ".join(buffer.dims)
                 raise ConfigError(f"{self.name}: {buffer.name} has {len(shape)} dimensions, expected ({wanted})")
             for name, extent in zip(buffer.dims, shape, strict=True):
-                if dims.setdefault(name, extent) != extent:
+                known = int(name) if name.isdigit() else dims.setdefault(name, extent)
+                if known != extent and name.isdigit():
+                    raise ConfigError(f"{self.name}: {buffer.name} must have an extent of {name}, not {extent}")
+                if known != extent:
                     raise ConfigError(f"{self.name}: {buffer.name} has {name}={extent}, elsewhere it is {dims[name]}")
         return dims
 
     def runs_on(self, dtype: str, arch: str) -> bool:
         """Whether the op exists in `dtype` for `arch`."""
         return dtype in self.dtypes and arch_supports(arch, dtype)
+
+    def number_values(self, dims: Dims, given: Mapping[str, float | None] | None = None) -> dict[str, Any]:
+        """The numbers of a call: those given or named among `dims`, else the usual ones; unknown names are errors."""
+        values: dict[str, Any] = {s.name: s.default(dims) if callable(s.default) else s.default for s in self.numbers}
+        values |= {name: dims[name] for name in values if name in dims}
+        for name, value in (given or {}).items():
+            if name not in values:
+                raise ConfigError(f"{self.name} has no number called '{name}': {', '.join(values) or 'it takes none'}")
+            if value is not None:
+                values[name] = value
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +275,16 @@ class Variant:
     tunables: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, spec: KernelSpec, dtype: str, dims: Dims, tunables: Tunables | None = None) -> Variant:
-        """The variant for given dimensions, with the default tunables unless others are given."""
-        chosen = spec.default(dims) if tunables is None else tunables
+    def of(cls, spec: KernelSpec, dtype: str, dims: Dims, arch: str, tunables: Tunables | None = None) -> Variant:
+        """The variant for given dimensions, with what `arch` takes by default unless tunables are given."""
+        chosen = spec.default(dims, dtype, arch) if tunables is None else tunables
         if set(chosen) != set(spec.tunables):
             raise ConfigError(
                 f"{spec.name}: tunables are {', '.join(spec.tunables) or 'none'}, not {', '.join(chosen)}"
             )
+        if not spec.allows(dims, chosen, dtype):
+            choices = ", ".join(f"{name}={value}" for name, value in chosen.items())
+            raise ConfigError(f"{spec.name} cannot be built in {dtype} with {choices}")
         constants = tuple((name, dims[name]) for name in spec.constants)
         return cls(spec, dtype, constants, tuple((name, chosen[name]) for name in spec.tunables))
 
@@ -177,47 +299,45 @@ class Variant:
         numbers = " ".join(f"{name}={value}" for name, value in (*self.constants, *self.tunables))
         return f"{self.spec.name} {self.dtype} {numbers}".strip()
 
+    def launch(self, dims: Dims) -> Launch:
+        """Shape of a launch over `dims`."""
+        return self.spec.launch(dims, dict(self.tunables), self.dtype)
+
     @property
-    def block(self) -> int:
-        """Threads per block, for the compiler to plan registers with."""
-        return self.spec.launch({**_ones(self.spec), **dict(self.constants)}, dict(self.tunables), self.dtype).block
+    def smallest_launch(self) -> Launch:
+        """A launch with every dimension that is not compiled in at 1: block and shared memory do not depend on them."""
+        ones = {name: 1 for a in self.spec.inputs for name in a.dims}
+        return self.launch({**ones, **dict(self.constants)})
+
+    def parameters(self) -> list[Buffer | Scalar]:
+        """The arguments that the kernel takes at run time."""
+        fixed = {*dict(self.constants), *dict(self.tunables)}
+        return [
+            a for a in self.spec.arguments if isinstance(a, Buffer) or (isinstance(a, Scalar) and a.name not in fixed)
+        ]
 
     def translation_unit(self) -> str:
         """The CUDA C++ that instantiates the op: one kernel, nothing else."""
-        spec, kind = self.spec, CUDA_TYPES[self.dtype]
-        fixed = dict(self.constants)
-        parameters, passed = [], []
-        for argument in spec.arguments:
-            if isinstance(argument, Buffer):
-                element = kind if argument.indexes is None else "long long"
-                parameters.append(f"{'' if argument.written else 'const '}{element}* __restrict__ {argument.name}")
-            elif argument.name in fixed:
-                continue
-            else:
-                parameters.append(f"{'int' if argument.is_dimension else 'float'} {argument.name}")
-            passed.append(argument.name)
-        values = [kind, *(str(value) for _, value in (*self.constants, *self.tunables))]
+        spec, launch = self.spec, self.smallest_launch
+        parameters = self.parameters()
+        declared = [
+            a.declaration(self.dtype) if isinstance(a, Buffer) else f"{'int' if a.is_int else 'float'} {a.name}"
+            for a in parameters
+        ]
+        passed = [
+            argument.value if isinstance(argument, Absent) else argument.name
+            for argument in spec.arguments
+            if isinstance(argument, Absent) or argument in parameters
+        ]
+        constants = [value for _, value in self.constants] + [*spec.options] + [value for _, value in self.tunables]
+        template = ", ".join([CUDA_TYPES[self.dtype], *map(str, constants)])
         return "\n".join(
             [
                 f"// {self.label}",
                 f'#include "{spec.header}"',
-                f'extern "C" __global__ void __launch_bounds__({self.block}, 1)',
-                f"{self.entry}({', '.join(parameters)}) {{",
-                f"    warpline::{spec.name}<{', '.join(values)}>({', '.join(passed)});",
+                f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident})',
+                f"{self.entry}({', '.join(declared)}) {{",
+                f"    warpline::{spec.function or spec.name}<{template}>({', '.join(passed)});",
                 "}\n",
             ]
         )
-
-
-def _ones(spec: KernelSpec) -> dict[str, int]:
-    return {name: 1 for a in spec.arguments if isinstance(a, Buffer) for name in a.dims}
-
-
-def as_kwargs(spec: KernelSpec, given: Mapping[str, float] | None) -> dict[str, Any]:
-    """The float scalars of a call, with defaults; unknown ones are errors."""
-    values = {scalar.name: scalar.default for scalar in spec.floats}
-    for name, value in (given or {}).items():
-        if name not in values:
-            raise ConfigError(f"{spec.name} has no number called '{name}': {', '.join(values) or 'it takes none'}")
-        values[name] = value
-    return values

@@ -13,22 +13,28 @@ from torch import Tensor
 
 from warpline.kernels import launch
 from warpline.kernels.catalog import CATALOG
-from warpline.kernels.spec import KernelSpec, as_kwargs
+from warpline.kernels.spec import Buffer, KernelSpec, Scalar
 
 _library = torch.library.Library("warpline", "DEF")
 
 
 def _schema(spec: KernelSpec) -> str:
     inputs = [f"Tensor {buffer.name}" for buffer in spec.inputs]
-    floats = [f"float {scalar.name}={scalar.default}" for scalar in spec.floats]
+    numbers = [_declare(scalar) for scalar in spec.numbers]
     results = ", ".join("Tensor" for _ in spec.outputs)
-    return f"{spec.name}({', '.join(inputs + floats)}) -> {f'({results})' if len(spec.outputs) > 1 else results}"
+    return f"{spec.name}({', '.join(inputs + numbers)}) -> {f'({results})' if len(spec.outputs) > 1 else results}"
 
 
-def _split(spec: KernelSpec, arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict[str, float]]:
+def _declare(scalar: Scalar) -> str:
+    kind = "int" if scalar.is_int else "float"
+    return f"{kind}? {scalar.name}=None" if callable(scalar.default) else f"{kind} {scalar.name}={scalar.default}"
+
+
+def _split(spec: KernelSpec, arguments: tuple[Any, ...]) -> tuple[list[Tensor], dict[str, float | None]]:
     count = len(spec.inputs)
-    given = dict(zip((scalar.name for scalar in spec.floats), arguments[count:], strict=False))
-    return [tensor.contiguous() for tensor in arguments[:count]], as_kwargs(spec, given)
+    given = dict(zip((scalar.name for scalar in spec.numbers), arguments[count:], strict=False))
+    inputs = zip(spec.inputs, arguments[:count], strict=True)
+    return [tensor if buffer.strided else tensor.contiguous() for buffer, tensor in inputs], given
 
 
 def as_floats(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -36,8 +42,10 @@ def as_floats(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
 
 
-def _storage(inputs: list[Tensor]) -> Tensor:
-    return next(tensor for tensor in inputs if tensor.is_floating_point())
+def _kind(spec: KernelSpec, buffer: Buffer, inputs: list[Tensor]) -> torch.dtype:
+    """Element type of an output."""
+    named = buffer.holds.element
+    return inputs[spec.storage].dtype if named is None else launch.TORCH_TYPES[named]
 
 
 def _result(outputs: list[Tensor]) -> Any:
@@ -46,19 +54,22 @@ def _result(outputs: list[Tensor]) -> Any:
 
 def _register(spec: KernelSpec) -> None:
     def on_gpu(*arguments: Any) -> Any:
-        inputs, floats = _split(spec, arguments)
-        return _result(launch.run(spec, inputs, floats=floats))
+        inputs, numbers = _split(spec, arguments)
+        return _result(launch.run(spec, inputs, numbers=numbers))
 
     def on_cpu(*arguments: Any) -> Any:
-        inputs, floats = _split(spec, arguments)
-        spec.dims_of([tensor.shape for tensor in inputs])
-        exact = spec.reference(*as_floats(inputs, torch.float32), **floats)
-        return _result([tensor.to(_storage(inputs).dtype) for tensor in exact])
+        inputs, numbers = _split(spec, arguments)
+        dims = spec.dims_of([tensor.shape for tensor in inputs])
+        exact = spec.reference(*as_floats(inputs, torch.float32), **spec.number_values(dims, numbers))
+        kinds = [_kind(spec, buffer, inputs) for buffer in spec.outputs]
+        return _result([tensor.to(kind).contiguous() for tensor, kind in zip(exact, kinds, strict=True)])
 
     def fake(*arguments: Any) -> Any:
         inputs, _ = _split(spec, arguments)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
-        return _result([_storage(inputs).new_empty(buffer.shape(dims)) for buffer in spec.outputs])
+        return _result([
+            inputs[0].new_empty(buffer.shape(dims), dtype=_kind(spec, buffer, inputs)) for buffer in spec.outputs
+        ])  # fmt: skip
 
     _library.define(_schema(spec))
     _library.impl(spec.name, on_gpu, "CUDA")

@@ -6,7 +6,9 @@
 namespace warpline {
 
 constexpr int WARP = 32;
+constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -3.402823466e38f;
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 // Storage types are converted on the way in and out; all arithmetic is float.
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -37,6 +39,38 @@ __device__ constexpr int vector_width(int columns) {
 }
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// A tensor [batch, head, row, column] whose columns are neighbours, and the distances of its other neighbours.
+template <typename T>
+struct View {
+    const T* data;
+    long long batch, head, row;
+
+    // Row 0 of a head of a sequence.
+    __device__ __forceinline__ const T* rows(int b, int h) const { return data + b * batch + h * head; }
+};
+
+// The block's shared memory whose size the launch sets.
+template <typename T>
+__device__ __forceinline__ T* dynamic_shared() {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    return reinterpret_cast<T*>(bytes);
+}
+
+// Whether this block is the last of `blocks` to get here; what the others wrote before is then visible to it, through
+// L2 (__ldcg). All threads must call it. `arrived` counts from 0 and is left at 0 for the next launch.
+__device__ __forceinline__ bool finishes_last(int* arrived, int blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived, 1) == blocks - 1;
+        if (last) *arrived = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
 
 // Butterfly reductions: every lane ends with the same bits, in a fixed order.
 template <typename F>

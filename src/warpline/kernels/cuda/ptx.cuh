@@ -1,7 +1,10 @@
 // Instructions that C++ has no name for.
 #pragma once
+#include "common.cuh"
 
 namespace warpline {
+
+// --- approximate functions ---
 
 // sm_75 and newer; relative error about 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
@@ -22,6 +25,86 @@ __device__ __forceinline__ float rcp_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// --- tensor cores ---
+// Fragments are named as in the m16n8k16 product: a[4] is 16 x 16, b[2] is 16 x 8, c[4] is 16 x 8 in float. With
+// g = lane / 4 and t = lane % 4, c holds rows g and g + 8, columns 2t and 2t + 1.
+
+// Four 8 x 8 matrices of 16-bit elements; lane 8i + j names the 16 bytes of row j of matrix i.
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row))));
+}
+
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row))));
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+
+template <>
+__device__ __forceinline__ void multiply_add<__half>(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else  // Turing multiplies 16 x 8 by 8 x 8: the same fragments in two halves
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+#if __CUDA_ARCH__ >= 800
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                                            unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+// Two neighbours of a fragment, rounded.
+template <typename T>
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+    const Vec<T, 2> pair = {from_float<T>(low), from_float<T>(high)};
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// --- copies that run by themselves, from global into shared memory ---
+
+constexpr bool HAS_ASYNC_COPIES = __CUDA_ARCH__ >= 800;
+
+// 16 bytes; zeros where `inside` is false, and then `source` is not read.
+__device__ __forceinline__ void copy_async(void* target, const void* source, bool inside) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(target))),
+                 "l"(source), "r"(inside ? 16 : 0));
+#endif
+}
+
+// Ends a group of copies; wait_for_copies<N> returns when at most the newest N groups are still on their way.
+__device__ __forceinline__ void end_copy_group() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;");
+#endif
+}
+
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+#endif
 }
 
 }  // namespace warpline

@@ -16,13 +16,12 @@ template <bool FAST>
 __device__ __forceinline__ float gelu_of(float x) {
     const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     if constexpr (FAST) return 0.5f * x * (1.f + tanh_approx(u));
-    constexpr float LOG2_E = 1.4426950408889634f;
     return x * rcp_approx(1.f + exp2_approx(-2.f * LOG2_E * u));
 }
 
 // `bias` is null where there is none.
-template <typename T, int COLUMNS, int BLOCK, int UNROLL, bool FAST>
-__device__ __forceinline__ void gelu_rows(const T* x, const T* bias, T* y, int rows) {
+template <typename T, int COLUMNS, bool FAST, int BLOCK, int UNROLL>
+__device__ __forceinline__ void gelu(const T* x, const T* bias, T* y, int rows) {
     constexpr int WIDTH = vector_width<T>(COLUMNS);
     using Pack = Vec<T, WIDTH>;
     const long long vectors = static_cast<long long>(rows) * (COLUMNS / WIDTH);
@@ -46,21 +45,6 @@ __device__ __forceinline__ void gelu_rows(const T* x, const T* bias, T* y, int r
         }
         reinterpret_cast<Pack*>(y)[at] = pack[i];
     }
-}
-
-template <typename T, int COLUMNS, int BLOCK, int UNROLL>
-__device__ __forceinline__ void gelu(const T* x, T* y, int rows) {
-    gelu_rows<T, COLUMNS, BLOCK, UNROLL, false>(x, nullptr, y, rows);
-}
-
-template <typename T, int COLUMNS, int BLOCK, int UNROLL>
-__device__ __forceinline__ void bias_gelu(const T* x, const T* bias, T* y, int rows) {
-    gelu_rows<T, COLUMNS, BLOCK, UNROLL, false>(x, bias, y, rows);
-}
-
-template <typename T, int COLUMNS, int BLOCK, int UNROLL>
-__device__ __forceinline__ void bias_gelu_fast(const T* x, const T* bias, T* y, int rows) {
-    gelu_rows<T, COLUMNS, BLOCK, UNROLL, true>(x, bias, y, rows);
 }
 
 }  // namespace warpline

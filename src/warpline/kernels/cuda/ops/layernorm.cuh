@@ -8,17 +8,26 @@
 
 namespace warpline {
 
-// Normalise a row in place. Every thread of the block must call it; `scratch` holds a float per warp.
+// Mean 0 and variance 1, in place. Every thread of the block must call it; `scratch` holds a float per warp.
 template <typename T, int COLUMNS, int ROW_WARPS>
-__device__ __forceinline__ void normalise(RowSlice<T, COLUMNS, ROW_WARPS>& slice, const T* weight, const T* bias,
-                                          float epsilon, float* scratch) {
+__device__ __forceinline__ void standardise(RowSlice<T, COLUMNS, ROW_WARPS>& slice, float epsilon, float* scratch) {
     float sum = 0.f;
     slice.each([&](float v) { sum += v; });
     const float mean = group_sum<ROW_WARPS>(sum, scratch) * (1.f / COLUMNS);
     float squares = 0.f;
-    slice.each([&](float v) { squares += (v - mean) * (v - mean); });
+    slice.each([&](float& v) {
+        v -= mean;
+        squares += v * v;
+    });
     const float scale = rsqrtf(group_sum<ROW_WARPS>(squares, scratch) * (1.f / COLUMNS) + epsilon);
-    slice.each(weight, bias, [&](float& v, float w, float b) { v = (v - mean) * scale * w + b; });
+    slice.each([&](float& v) { v *= scale; });
+}
+
+template <typename T, int COLUMNS, int ROW_WARPS>
+__device__ __forceinline__ void normalise(RowSlice<T, COLUMNS, ROW_WARPS>& slice, const T* weight, const T* bias,
+                                          float epsilon, float* scratch) {
+    standardise(slice, epsilon, scratch);
+    slice.each(weight, bias, [&](float& v, float w, float b) { v = v * w + b; });
 }
 
 template <typename T, int COLUMNS, int BLOCK, int ROW_WARPS>

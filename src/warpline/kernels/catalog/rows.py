@@ -1,13 +1,24 @@
-"""The table of contents of everything we launch: one entry per op."""
+"""Ops that go over memory once: LayerNorm, softmax, GELU, embedding."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
-from warpline.errors import one_of
-from warpline.kernels.spec import THREADS_PER_WARP, Dims, KernelSpec, Launch, Scalar, Tunables, reads, writes
+from warpline.kernels.spec import (
+    THREADS_PER_WARP,
+    Absent,
+    Buffer,
+    Dims,
+    KernelSpec,
+    Launch,
+    Scalar,
+    Tunables,
+    index_into,
+    reads,
+    writes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +47,17 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
     return _gelu(x + bias)
 
 
+def _compiled_bias_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return _compiled()(x, bias)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _compiled() -> Any:
+    import torch
+
+    return torch.compile(_bias_gelu)
+
+
 def _softmax(x: Tensor) -> tuple[Tensor, ...]:
     return (x.softmax(dim=-1),)
 
@@ -49,7 +71,7 @@ def _row_warps(dims: Dims) -> int:
     return next(warps for warps in (1, 2, 4, 8) if warps == 8 or dims["columns"] <= warps * THREADS_PER_WARP * 24)
 
 
-def _row_defaults(dims: Dims) -> Tunables:
+def _row_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
     return {"block": 256, "row_warps": _row_warps(dims)}
 
 
@@ -94,7 +116,7 @@ _flat_op = functools.partial(
     KernelSpec,
     constants=("columns",),
     tunables=_FLAT_TUNABLES,
-    default=lambda _: {"block": 256, "unroll": 4},
+    default=lambda _dims, _dtype, _arch: {"block": 256, "unroll": 4},
     launch=_flat,
 )
 
@@ -147,47 +169,36 @@ SOFTMAX = _row_op(
     bench_dims=_bench(1024),
 )
 
-GELU = _flat_op(
-    name="gelu",
-    summary="GELU, tanh form",
-    header="ops/gelu.cuh",
-    arguments=(reads("x", "rows columns"), writes("y", "rows columns"), Scalar("rows")),
-    flops=lambda dims: 8 * dims["rows"] * dims["columns"],
-    reference=_gelu,
-    test_dims=_tests(3072),
-    bench_dims=_bench(3072),
-)
 
-
-def _with_bias(name: str, summary: str, approximation: float = 0.0) -> KernelSpec:
+def _gelu_op(name: str, summary: str, *, bias: bool, fast: bool = False) -> KernelSpec:
+    bias_argument: Buffer | Absent = reads("bias", "columns") if bias else Absent("bias")
     return _flat_op(
         name=name,
         summary=summary,
         header="ops/gelu.cuh",
-        arguments=(
-            reads("x", "rows columns"),
-            reads("bias", "columns"),
-            writes("y", "rows columns"),
-            Scalar("rows"),
-        ),
+        function="gelu",
+        options=(int(fast),),
+        arguments=(reads("x", "rows columns"), bias_argument, writes("y", "rows columns"), Scalar("rows")),
         flops=lambda dims: 9 * dims["rows"] * dims["columns"],
-        reference=_bias_gelu,
-        approximation=approximation,
+        reference=_bias_gelu if bias else _gelu,
+        peers={"torch": _bias_gelu, "torch.compile": _compiled_bias_gelu} if bias else {},
+        approximation=2**-10 if fast else 0.0,
         test_dims=_tests(3072),
         bench_dims=_bench(3072),
     )
 
 
-BIAS_GELU = _with_bias("bias_gelu", "bias and GELU, tanh form")
-BIAS_GELU_FAST = _with_bias("bias_gelu_fast", "bias and GELU with the hardware's approximate tanh", 2**-10)
+GELU = _gelu_op("gelu", "GELU, tanh form", bias=False)
+BIAS_GELU = _gelu_op("bias_gelu", "bias and GELU, tanh form", bias=True)
+BIAS_GELU_FAST = _gelu_op("bias_gelu_fast", "bias and GELU with the hardware's approximate tanh", bias=True, fast=True)
 
 EMBEDDING = _row_op(
     name="embedding",
     summary="token embedding plus position embedding",
     header="ops/embedding.cuh",
     arguments=(
-        reads("ids", "rows", indexes="vocab"),
-        reads("positions", "rows", indexes="places"),
+        reads("ids", "rows", index_into("vocab")),
+        reads("positions", "rows", index_into("places")),
         reads("wte", "vocab columns", gathered_by="rows"),
         reads("wpe", "places columns", gathered_by="rows"),
         writes("y", "rows columns"),
@@ -198,12 +209,3 @@ EMBEDDING = _row_op(
     test_dims=_tests(1600, vocab=50, places=33),
     bench_dims=_bench(768, vocab=50257, places=1024),
 )
-
-CATALOG: dict[str, KernelSpec] = {
-    spec.name: spec for spec in (EMBEDDING, LAYERNORM, RESIDUAL_LAYERNORM, GELU, BIAS_GELU, BIAS_GELU_FAST, SOFTMAX)
-}
-
-
-def find(name: str) -> KernelSpec:
-    """The spec called `name`; an unknown name suggests the nearest."""
-    return CATALOG[one_of(name, CATALOG, "kernel")]

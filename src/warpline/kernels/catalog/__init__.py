@@ -1,0 +1,31 @@
+"""The table of contents of everything we launch: one entry per op."""
+
+from __future__ import annotations
+
+from warpline.errors import one_of
+from warpline.kernels.catalog import attention, products, rows, tokens
+from warpline.kernels.spec import KernelSpec
+
+CATALOG: dict[str, KernelSpec] = {
+    spec.name: spec
+    for spec in (
+        rows.EMBEDDING,
+        rows.LAYERNORM,
+        rows.RESIDUAL_LAYERNORM,
+        rows.GELU,
+        rows.BIAS_GELU,
+        rows.BIAS_GELU_FAST,
+        rows.SOFTMAX,
+        *products.MATVECS,
+        *products.MATMULS,
+        attention.FLASH_ATTENTION,
+        attention.DECODE_ATTENTION,
+        tokens.HEAD_ARGMAX,
+        tokens.SAMPLE,
+    )
+}
+
+
+def find(name: str) -> KernelSpec:
+    """The spec called `name`; an unknown name suggests the nearest."""
+    return CATALOG[one_of(name, CATALOG, "kernel")]

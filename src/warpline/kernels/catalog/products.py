@@ -1,0 +1,260 @@
+"""Matrix products and what is fused with them: for one to eight rows, and for many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from warpline.config import DTYPE_BYTES
+from warpline.hardware import arch_number
+from warpline.kernels.spec import (
+    THREADS_PER_WARP,
+    Absent,
+    Buffer,
+    Dims,
+    KernelSpec,
+    Launch,
+    Scalar,
+    Tunables,
+    reads,
+    writes,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows up to which a product is a read of the weights.
+MOST_MATVEC_ROWS = 8
+
+
+def _reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def reference(*inputs: Tensor, epsilon: float = 0.0) -> tuple[Tensor, ...]:
+        from torch.nn import functional as F
+
+        left = iter(inputs)
+        x = next(left)
+        if norm:
+            x = F.layer_norm(x, x.shape[-1:], next(left), next(left), epsilon)
+        y = F.linear(x, next(left), next(left) if bias else None)
+        if gelu:
+            y = F.gelu(y, approximate="tanh")
+        return (y + next(left) if residual else y,)
+
+    return reference
+
+
+def _fused_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """cuBLASLt with bias and GELU in its epilogue."""
+    import torch
+
+    return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
+
+
+def _optional(present: bool, name: str, dims: str) -> Buffer | Absent:
+    return reads(name, dims) if present else Absent(name)
+
+
+def _flops(dims: Dims) -> int:
+    return 2 * dims["rows"] * dims["inputs"] * dims["outputs"]
+
+
+# --- one to eight rows ------------------------------------------------------------------------------------------------
+
+_MATVEC_TUNABLES = {"warps": (8, 4), "sharers": (1, 2, 4, 8), "outputs_each": (1, 2, 4, 16), "unroll": (4, 2, 8)}
+
+
+def _matvec_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
+    """Few outputs are shared by several warps, so that there are enough of them to fill a GPU."""
+    rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
+    tensor = rows > 1 and dtype != "fp32" and inputs % 8 == 0
+    each = 16 if tensor else 2 if rows > 2 else 1
+    wanted, least = (65536, 96) if tensor else (2048, 512)  # outputs times sharers; inputs for each of them
+    sharers = next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
+    return {"warps": 8, "sharers": sharers, "outputs_each": each, "unroll": 4}
+
+
+def matvec_allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
+    """Sixteen outputs to a warp are for tensor cores; in ordinary arithmetic a lane ends with one sum at most."""
+    each, rows = tunables["outputs_each"], 1 << (dims["rows"] - 1).bit_length()
+    if tunables.get("sharers", 1) > tunables["warps"]:
+        return False
+    return dtype != "fp32" and dims["inputs"] % 8 == 0 if each == 16 else each * rows <= THREADS_PER_WARP
+
+
+def row_pitch(inputs: int) -> int:
+    """ROW_PITCH of ops/matvec.cuh."""
+    return -(-inputs // 64) * 64 + 32
+
+
+def _matvec_launch(norm: bool) -> Callable[[Dims, Tunables, str], Launch]:
+    def launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+        per_block = tunables["warps"] // tunables["sharers"] * tunables["outputs_each"]
+        shared = dims["rows"] * row_pitch(dims["inputs"]) * DTYPE_BYTES[dtype] if norm else 0
+        return Launch(-(-dims["outputs"] // per_block), tunables["warps"] * THREADS_PER_WARP, shared)
+
+    return launch
+
+
+def _vectors(shapes: list[tuple[int, int, int]]) -> tuple[Dims, ...]:
+    return tuple({"rows": rows, "outputs": outputs, "inputs": inputs} for rows, outputs, inputs in shapes)
+
+
+_ODD = [(2, n, n) for n in (1, 2, 3, 63, 65, 127, 129, 1023)] + [(3, 1024, 64), (1, 128, 1024)]
+
+
+def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, gelu: bool = False,
+            residual: bool = False, bench: list[tuple[int, int, int]]) -> KernelSpec:  # fmt: skip
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        header="ops/matvec.cuh",
+        function="matvec",
+        arguments=(
+            reads("x", "rows inputs"),
+            _optional(norm, "gamma", "inputs"),
+            _optional(norm, "beta", "inputs"),
+            reads("weight", "outputs inputs"),
+            _optional(bias, "bias", "outputs"),
+            _optional(residual, "residual", "rows outputs"),
+            writes("y", "rows outputs"),
+            Scalar("epsilon", 1e-5) if norm else Absent("epsilon", "0.f"),
+        ),
+        constants=("outputs", "inputs", "rows"),
+        options=(int(gelu),),
+        tunables=_MATVEC_TUNABLES,
+        allows=matvec_allows,
+        default=_matvec_defaults,
+        launch=_matvec_launch(norm),
+        flops=_flops,
+        reference=_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),
+        test_dims=_vectors([*((rows, 768, 768) for rows in range(1, MOST_MATVEC_ROWS + 1)), (8, 192, 3072), *_ODD]),
+        bench_dims=_vectors(bench),
+    )
+
+
+MATVECS = (
+    _matvec("matvec", "matrix times 1 to 8 rows", bench=[(1, 50257, 768), (8, 50257, 768), (1, 50257, 1600)]),
+    _matvec(
+        "layernorm_matvec_bias",
+        "LayerNorm, matrix times 1 to 8 rows, bias",
+        norm=True,
+        bias=True,
+        bench=[(1, 2304, 768), (8, 2304, 768), (1, 4800, 1600)],
+    ),
+    _matvec(
+        "layernorm_matvec_bias_gelu",
+        "LayerNorm, matrix times 1 to 8 rows, bias, GELU",
+        norm=True,
+        bias=True,
+        gelu=True,
+        bench=[(1, 3072, 768), (8, 3072, 768), (1, 6400, 1600)],
+    ),
+    _matvec(
+        "matvec_bias_residual",
+        "matrix times 1 to 8 rows, bias, residual",
+        bias=True,
+        residual=True,
+        bench=[(1, 768, 768), (1, 768, 3072), (8, 768, 3072), (1, 1600, 6400)],
+    ),
+)
+
+
+# --- many rows --------------------------------------------------------------------------------------------------------
+
+_MATMUL_TUNABLES = {
+    "tile_m": (128, 64, 256),
+    "tile_n": (128, 64, 96, 192, 256),
+    "tile_k": (64, 16, 32),
+    "warps_m": (2, 1, 4),
+    "warps_n": (4, 2, 1),
+    "stages": (3, 2, 4),
+}
+
+
+def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
+    def choice(m: int, n: int, k: int, warps_m: int, warps_n: int, stages: int) -> Tunables:
+        return dict(zip(_MATMUL_TUNABLES, (m, n, k, warps_m, warps_n, stages), strict=True))
+
+    if dtype == "fp32":
+        return choice(128, 64, 16, 2, 4, 2)
+    if arch_number(arch) < 80:
+        return choice(128, 128, 32, 2, 4, 2)
+    tiles = -(-dims["rows"] // 128) * -(-dims["outputs"] // 192)
+    if tiles >= 512 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
+        return choice(128, 256, 64, 2, 4, 3)
+    if tiles >= 96 and arch_number(arch) in (80, 90, 100):
+        return choice(128, 192, 64, 2, 4, 3)
+    return choice(64, 96, 64, 2, 2, 3)
+
+
+def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
+    """Each warp has a whole number of pairs of fragments; in fp32 the tile is dealt to 16 x 16 threads."""
+    m, n, k, warps_m, warps_n, _ = (tunables[name] for name in _MATMUL_TUNABLES)
+    if dtype == "fp32":
+        return warps_m * warps_n == 8
+    return m % (16 * warps_m) == 0 and n % (16 * warps_n) == 0 and k % 32 == 0
+
+
+def _matmul_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+    m, n, k, warps_m, warps_n, stages = (tunables[name] for name in _MATMUL_TUNABLES)
+    size = DTYPE_BYTES[dtype]
+    ring = stages * (m + n) * (k * size + 16)
+    result = m * (n * size + 16)
+    tiles = -(-dims["rows"] // m) * -(-dims["outputs"] // n)
+    return Launch(tiles, warps_m * warps_n * THREADS_PER_WARP, max(ring, result))
+
+
+def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, residual: bool = False,
+            bench: list[tuple[int, int, int]]) -> KernelSpec:  # fmt: skip
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        header="ops/matmul.cuh",
+        function="matmul",
+        arguments=(
+            reads("x", "rows inputs"),
+            reads("weight", "outputs inputs"),
+            _optional(bias, "bias", "outputs"),
+            _optional(residual, "residual", "rows outputs"),
+            writes("y", "rows outputs"),
+            Scalar("rows"),
+        ),
+        constants=("outputs", "inputs"),
+        options=(int(gelu),),
+        tunables=_MATMUL_TUNABLES,
+        default=_matmul_defaults,
+        launch=_matmul_launch,
+        flops=_flops,
+        reference=_reference(norm=False, bias=bias, gelu=gelu, residual=residual),
+        peers={"cuBLASLt": _fused_gelu} if gelu else {},
+        allows=_matmul_allows,
+        test_dims=_vectors(
+            [*((rows, 768, 768) for rows in (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1023)), (129, 1023, 129), *_ODD]
+        ),
+        bench_dims=_vectors(bench),
+    )
+
+
+MATMULS = (
+    _matmul("matmul", "matrix product", bench=[(1024, 3072, 768), (16384, 3072, 768)]),
+    _matmul(
+        "matmul_bias",
+        "matrix product, bias",
+        bias=True,
+        bench=[(128, 2304, 768), (1024, 2304, 768), (16384, 2304, 768)],
+    ),
+    _matmul(
+        "matmul_bias_gelu",
+        "matrix product, bias, GELU",
+        bias=True,
+        gelu=True,
+        bench=[(128, 3072, 768), (1024, 3072, 768), (16384, 3072, 768)],
+    ),
+    _matmul(
+        "matmul_bias_residual",
+        "matrix product, bias, residual",
+        bias=True,
+        residual=True,
+        bench=[(1024, 768, 768), (1024, 768, 3072), (16384, 768, 3072)],
+    ),
+)

@@ -1,0 +1,173 @@
+"""From the last hidden state to a token: the LM head's likeliest, and a draw from logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warpline.config import DTYPE_BYTES
+from warpline.kernels.catalog.products import matvec_allows, row_pitch
+from warpline.kernels.noise import gumbel
+from warpline.kernels.spec import (
+    BITS,
+    FLOAT,
+    INDEX,
+    THREADS_PER_WARP,
+    Dims,
+    KernelSpec,
+    Launch,
+    Scalar,
+    Tunables,
+    between,
+    count_of,
+    index_into,
+    reads,
+    scratch,
+    writes,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _logits(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    from torch.nn import functional as F
+
+    return F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, epsilon), weight)
+
+
+def _likeliest(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+    best = _logits(x, gamma, beta, weight, epsilon).max(dim=-1)
+    return best.indices, best.values
+
+
+def _head_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+    per_block = tunables["warps"] * tunables["outputs_each"] * tunables["repeat"]
+    shared = dims["rows"] * row_pitch(dims["inputs"]) * DTYPE_BYTES[dtype]
+    return Launch(-(-dims["outputs"] // per_block), tunables["warps"] * THREADS_PER_WARP, shared)
+
+
+def _head_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
+    """Long-lived blocks, two for each SM of a large GPU: each has to normalise the rows for itself first."""
+    tensor = dims["rows"] > 1 and dtype != "fp32" and dims["inputs"] % 8 == 0
+    repeat = 1 if dims["outputs"] <= 16384 else 3 if tensor else 6
+    return {"warps": 8 if tensor else 16, "outputs_each": 16 if tensor else 2, "unroll": 4, "repeat": repeat}
+
+
+def _head(rows: int, outputs: int, inputs: int) -> Dims:
+    return {"rows": rows, "outputs": outputs, "inputs": inputs}
+
+
+HEAD_ARGMAX = KernelSpec(
+    name="head_argmax",
+    summary="final LayerNorm, LM head and the likeliest token of 1 to 8 rows; logits are never stored",
+    header="ops/matvec.cuh",
+    arguments=(
+        reads("x", "rows inputs"),
+        reads("gamma", "inputs"),
+        reads("beta", "inputs"),
+        reads("weight", "outputs inputs"),
+        writes("token", "rows", index_into("outputs")),
+        writes("logit", "rows", FLOAT),
+        scratch("best_values", "rows grid"),
+        scratch("best_outputs", "rows grid", BITS),
+        scratch("finished", "1", BITS),
+        Scalar("epsilon", 1e-5),
+    ),
+    constants=("outputs", "inputs", "rows"),
+    tunables={"warps": (16, 8, 4), "outputs_each": (2, 1, 4, 16), "unroll": (4, 2, 8), "repeat": (6, 1, 2, 3, 12)},
+    allows=matvec_allows,
+    default=_head_defaults,
+    launch=_head_launch,
+    flops=lambda dims: 2 * dims["rows"] * dims["inputs"] * dims["outputs"],
+    reference=_likeliest,
+    scores=_logits,
+    test_dims=(
+        *(_head(rows, 1000, 768) for rows in range(1, 9)),
+        *(_head(2, n, n) for n in (1, 2, 3, 63, 64, 65, 127, 129, 1023)),
+        _head(3, 50257, 256),
+    ),
+    bench_dims=(_head(1, 50257, 768), _head(8, 50257, 768), _head(1, 50257, 1600)),
+)
+
+
+def _scores(
+    logits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    penalty: Tensor,
+    forbidden: Tensor,
+) -> Tensor:
+    """What a draw takes the largest of: scaled logits plus noise, -inf where a token is out of the question."""
+    import torch
+
+    rows, vocab = logits.shape
+    past = torch.arange(tokens.shape[1], device=logits.device) < length[:, None]
+    seen = torch.zeros(rows, vocab + 1, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter_(1, tokens.where(past, vocab), True)[:, :vocab]
+    factor = penalty.to(logits.dtype)[:, None]
+    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    logits = logits.masked_fill(torch.arange(vocab, device=logits.device) == forbidden[:, None], -torch.inf)
+    greedy = temperature[:, None] <= 0
+    scaled = logits / temperature[:, None].where(~greedy, 1).to(logits.dtype)
+
+    ranked = scaled.sort(dim=-1, descending=True).values
+    kth = ranked.gather(1, top_k.clamp(max=vocab)[:, None] - 1)
+    probability = ranked.where(ranked >= kth, -torch.inf).softmax(dim=-1)
+    likelier = probability.cumsum(dim=-1) - probability
+    inside = (likelier < top_p[:, None]) | (top_p[:, None] >= 1)
+    lowest = ranked.where(inside & (ranked >= kth), torch.inf).amin(dim=-1, keepdim=True)
+    floor = ranked[:, :1] + min_p.to(logits.dtype)[:, None].log()
+    kept = scaled.masked_fill((scaled < lowest) | (scaled < floor), -torch.inf)
+    return torch.where(greedy, scaled, kept + gumbel(keys, vocab).to(logits.dtype))
+
+
+def _draw(*arguments: Tensor) -> tuple[Tensor, ...]:
+    return (_scores(*arguments).argmax(dim=-1),)
+
+
+def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
+    return {"rows": rows, "vocab": vocab, "capacity": capacity}
+
+
+def _sample_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
+    return {"block": 1024 if dims["vocab"] > 4096 else 256}
+
+
+SAMPLE = KernelSpec(
+    name="sample",
+    summary="the next token: repetition penalty, temperature, top-k, top-p, min-p and a draw, reproducible from a key",
+    header="ops/sample.cuh",
+    arguments=(
+        reads("logits", "rows vocab"),
+        reads("tokens", "rows capacity", index_into("vocab")),
+        reads("length", "rows", count_of("capacity")),
+        reads("keys", "rows", BITS),
+        reads("temperature", "rows", between(-0.3, 1.5)),
+        reads("top_k", "rows", count_of("vocab")),
+        reads("top_p", "rows", between(0.05, 1.3)),
+        reads("min_p", "rows", between(0.0, 0.2)),
+        reads("penalty", "rows", between(0.8, 1.5)),
+        reads("forbidden", "rows", index_into("vocab")),
+        writes("token", "rows", INDEX),
+        Scalar("capacity"),
+    ),
+    constants=("vocab",),
+    tunables={"block": (1024, 512, 256)},
+    default=_sample_defaults,
+    launch=lambda dims, tunables, _dtype: Launch(dims["rows"], tunables["block"]),
+    flops=lambda dims: 30 * dims["rows"] * dims["vocab"],
+    reference=_draw,
+    scores=_scores,
+    test_dims=(
+        *(_sampling(rows, 1000, 50) for rows in range(1, 10)),
+        *(_sampling(5, n, 7) for n in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
+        _sampling(64, 300, 20),
+        _sampling(33, 50257, 1024),
+    ),
+    bench_dims=(_sampling(1, 50257, 1024), _sampling(8, 50257, 1024), _sampling(64, 50257, 1024)),
+)

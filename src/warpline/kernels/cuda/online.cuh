@@ -1,0 +1,32 @@
+// Softmax over scores that arrive a few at a time.
+#pragma once
+#include "common.cuh"
+#include "ptx.cuh"
+
+namespace warpline {
+
+// The largest score so far, and the sum of the weights relative to it. `factor` is scale * log2(e).
+struct OnlineSoftmax {
+    float largest = LOWEST, sum = 0.f;
+
+    // Takes the maximum of new scores; returns what everything summed so far is to be multiplied by.
+    __device__ __forceinline__ float raise(float candidate, float factor) {
+        const float before = largest;
+        largest = fmaxf(largest, candidate);
+        const float rescale = exp2_approx(fmaf(before, factor, -base(factor)));
+        sum *= rescale;
+        return rescale;
+    }
+
+    __device__ __forceinline__ float weigh(float score, float factor) {
+        const float weight = exp2_approx(fmaf(score, factor, -base(factor)));
+        sum += weight;
+        return weight;
+    }
+
+   private:
+    // A query that has seen no key yet has no maximum to subtract; its weights are all 0.
+    __device__ __forceinline__ float base(float factor) const { return largest == LOWEST ? 0.f : largest * factor; }
+};
+
+}  // namespace warpline

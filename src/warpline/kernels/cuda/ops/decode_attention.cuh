@@ -1,0 +1,170 @@
+// Attention of one new query per sequence over its KV cache: y = softmax(q k^T scale) v.
+//
+// The idea: this is a read of the cache and hardly anything else, so all that matters is bytes in flight. A few lanes
+// share a key, 16 bytes each, a warp has several keys at once and UNROLL such groups of keys and values on their way.
+// Every group of lanes keeps its own online softmax; they are merged once, at the end, in a fixed order. Where sequences
+// and heads alone would leave the GPU idle, the cache is cut into SPLITS parts, and whichever block finishes a head last
+// merges its parts.
+// Of sequence b the slots 0 ... length[b]-1 count; with window > 0 only the last that many of them are read.
+// Traffic: keys and values once.
+#pragma once
+#include "online.cuh"
+
+namespace warpline {
+
+// An unfinished result over some of the keys: a lane's part of the output, and the softmax it belongs to.
+template <int SIZE>
+struct Partial {
+    OnlineSoftmax softmax;
+    float out[SIZE] = {};
+
+    // Merge with the partial results of lanes at xor-distance FROM, FROM / 2, ... TO.
+    template <int FROM, int TO>
+    __device__ __forceinline__ void merge_lanes(float factor) {
+#pragma unroll
+        for (int other = FROM; other >= TO; other /= 2) {
+            const float largest = __shfl_xor_sync(0xffffffffu, softmax.largest, other);
+            const float rescale = softmax.raise(largest, factor);
+            softmax.sum += __shfl_xor_sync(0xffffffffu, softmax.sum, other);
+#pragma unroll
+            for (int i = 0; i < SIZE; ++i) {
+                out[i] *= rescale;
+                out[i] += __shfl_xor_sync(0xffffffffu, out[i], other);
+            }
+        }
+    }
+};
+
+// One column of COUNT unfinished results, merged. Each lies in a row of DEPTH columns, largest score and sum.
+template <int COUNT, int DEPTH, typename Load>
+__device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float factor) {
+    Partial<1> merged;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) merged.softmax.largest = fmaxf(merged.softmax.largest, load(i * (DEPTH + 2) + DEPTH));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const float share = exp2_approx((load(i * (DEPTH + 2) + DEPTH) - merged.softmax.largest) * factor);
+        merged.softmax.sum += share * load(i * (DEPTH + 2) + DEPTH + 1);
+        merged.out[0] += share * load(i * (DEPTH + 2) + column);
+    }
+    return merged;
+}
+
+template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>
+__device__ __forceinline__ void decode_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y,
+                                                 float* parts, int* finished, int heads, int slots, int window,
+                                                 float scale) {
+    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+    constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
+    constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
+    using Pack = Vec<T, WIDTH>;
+    __shared__ float stored[WARPS * (DEPTH + 2)];
+
+    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: sequence and head
+    const int sequence = row / heads, head = row % heads;
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const float factor = scale * LOG2_E;
+    const int end = min(static_cast<int>(length[sequence]), slots);
+    const int begin = window > 0 ? max(0, end - window) : 0;
+    const int part = ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE;
+    const int from = begin + split * part, to = min(end, from + part);
+
+    float query[SIZE];
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        Pack pack = {};
+        if (s * LANES + lane < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[s * LANES + lane];
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) query[s * WIDTH + i] = to_float(pack.at[i]);
+    }
+
+    const T* keys = k.rows(sequence, head);
+    const T* values = v.rows(sequence, head);
+    Partial<SIZE> mine;
+    for (int first = from + group; first < to + group; first += AT_ONCE * UNROLL) {  // as often for every group
+        Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int slot = first + u * AT_ONCE;
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                key[u][s] = {};
+                value[u][s] = {};
+                if (slot < to && s * LANES + lane < VECTORS) {
+                    key[u][s] = reinterpret_cast<const Pack*>(keys + slot * k.row)[s * LANES + lane];
+                    value[u][s] = reinterpret_cast<const Pack*>(values + slot * v.row)[s * LANES + lane];
+                }
+            }
+        }
+        float score[UNROLL], largest = LOWEST;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            float dot = 0.f;
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], to_float(key[u][s].at[i]), dot);
+            }
+#pragma unroll
+            for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
+            score[u] = first + u * AT_ONCE < to ? dot : LOWEST;
+            largest = fmaxf(largest, score[u]);
+        }
+        const float rescale = mine.softmax.raise(largest, factor);
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) mine.out[i] *= rescale;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const float weight = mine.softmax.weigh(score[u], factor);
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) {
+                    mine.out[s * WIDTH + i] = fmaf(weight, to_float(value[u][s].at[i]), mine.out[s * WIDTH + i]);
+                }
+            }
+        }
+    }
+
+    // The groups of a warp, then the warps of the block, then the blocks of the head.
+    mine.template merge_lanes<WARP / 2, LANES>(factor);
+    float* own = stored + threadIdx.x / WARP * (DEPTH + 2);
+    if (threadIdx.x % WARP < LANES) {
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                if (s * LANES + lane < VECTORS) own[(s * LANES + lane) * WIDTH + i] = mine.out[s * WIDTH + i];
+            }
+        }
+        if (lane == 0) {
+            own[DEPTH] = mine.softmax.largest;
+            own[DEPTH + 1] = mine.softmax.sum;
+        }
+    }
+    __syncthreads();
+    T* target = y + static_cast<long long>(row) * DEPTH;
+    float* all = parts + static_cast<long long>(row) * SPLITS * (DEPTH + 2);
+    for (int column = threadIdx.x; column < DEPTH; column += WARPS * WARP) {
+        const Partial<1> merged = merge_rows<WARPS, DEPTH>([&](int i) { return stored[i]; }, column, factor);
+        if constexpr (SPLITS == 1) {
+            target[column] = from_float<T>(merged.out[0] / merged.softmax.sum);
+        } else {
+            float* own = all + split * (DEPTH + 2);
+            own[column] = merged.out[0];
+            if (column == 0) {
+                own[DEPTH] = merged.softmax.largest;
+                own[DEPTH + 1] = merged.softmax.sum;
+            }
+        }
+    }
+    if constexpr (SPLITS > 1) {
+        if (!finishes_last(finished + row, SPLITS)) return;
+        for (int column = threadIdx.x; column < DEPTH; column += WARPS * WARP) {
+            const Partial<1> merged = merge_rows<SPLITS, DEPTH>([&](int i) { return __ldcg(all + i); }, column, factor);
+            target[column] = from_float<T>(merged.out[0] / merged.softmax.sum);
+        }
+    }
+}
+
+}  // namespace warpline

@@ -1,0 +1,340 @@
+// Causal attention of many queries, without ever storing the scores: y = softmax(q k^T scale) v.
+//
+// The idea: a block owns QUERIES neighbouring queries of one head and walks over the keys they can see, KEYS at a time.
+// It keeps a running maximum, a running sum and the unfinished output of each query in registers and rescales them when
+// the maximum grows (the online softmax). Half precision runs on tensor cores: the scores of a warp's 16 rows leave the
+// first product in just the registers in which the second one takes its left operand. Keys and values of the next step
+// are on their way while this one is computed.
+// The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
+// length[b] positions exist; a query beyond them gets zeros. With window > 0 a query sees that many positions, its own
+// included, and keys that nobody in the block can see are never read.
+// Traffic: q and y once; k and v once per block, mostly from L2.
+#pragma once
+#include "online.cuh"
+#include "tile.cuh"
+
+namespace warpline {
+
+// What one block has to do: some queries of one head of one sequence, and the keys they see together.
+template <int QUERIES, int KEYS>
+struct AttentionSpan {
+    int sequence, head, first_query, shift;  // a query's position is its number plus `shift`
+    int positions;                           // of the sequence
+    int first_step, last_step;               // of KEYS keys each
+
+    __device__ __forceinline__ AttentionSpan(const long long* length, int batch, int heads, int queries, int keys,
+                                             int window) {
+        // The last queries see the most keys: they come first, so that nobody waits for them at the end.
+        const int lanes = batch * heads, tiles = ceil_div(queries, QUERIES);
+        sequence = blockIdx.x % lanes / heads;
+        head = blockIdx.x % lanes % heads;
+        first_query = (tiles - 1 - static_cast<int>(blockIdx.x) / lanes) * QUERIES;
+        shift = keys - queries;
+        positions = min(static_cast<int>(length[sequence]), keys);
+        first_step = window > 0 ? max(0, first_query + shift - window + 1) / KEYS : 0;
+        last_step = ceil_div(min(positions, first_query + QUERIES + shift), KEYS);
+        if (first_query + shift >= positions) last_step = first_step;  // none of these queries exists
+    }
+};
+
+// Half precision, on tensor cores.
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int STAGES>
+__device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
+                                             int heads, int queries, int keys, int window, float scale) {
+    constexpr int THREADS = WARPS * WARP, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
+    constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<T, D>, WIDTH = vector_width<T>(DEPTH);
+    static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0 && (MS > 1 || STAGES * 2 * KEYS >= QUERIES));
+    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    T* ring = dynamic_shared<T>();
+
+    // The queries pass through shared memory into fragments. A warp with 16 of them keeps the fragments; with more they
+    // would not fit beside the output, and are loaded again for every tile of keys.
+    constexpr bool KEEPS = MS == 1;
+    T* tile_q = KEEPS ? ring : ring + STAGES * 2 * KEYS * LANE;
+    {
+        TileMover<T, QUERIES, D, WIDTH, THREADS> mover(q.rows(span.sequence, span.head), q.row);
+        mover.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
+        mover.deposit(tile_q);
+        end_copy_group();
+        wait_for_copies<0>();
+        __syncthreads();
+    }
+    const auto load_query = [&](unsigned (&f)[4], int m, int d) {
+        load_matrices(f, tile_q + (warp * MS * 16 + m * 16 + lane % 16) * LANE + d * 16 + lane / 16 * 8);
+    };
+    unsigned fq[MS][KEEPS ? D / 16 : 1][4];
+    if constexpr (KEEPS) {
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d) load_query(fq[0][d], 0, d);
+        __syncthreads();
+    }
+
+    using Mover = TileMover<T, KEYS, D, WIDTH, THREADS>;
+    constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
+    Mover move_k(k.rows(span.sequence, span.head), k.row), move_v(v.rows(span.sequence, span.head), v.row);
+    const auto fetch = [&](int step) {
+        T* stage = ring + step % STAGES * (2 * KEYS * LANE);
+        const int first = step * KEYS;
+        move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
+        move_v.fetch(stage + KEYS * LANE, first * v.row, span.positions - first, DEPTH);
+    };
+    const auto deposit = [&](int step) {
+        T* stage = ring + step % STAGES * (2 * KEYS * LANE);
+        move_k.deposit(stage);
+        move_v.deposit(stage + KEYS * LANE);
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+        if (span.first_step + i < span.last_step) {
+            fetch(span.first_step + i);
+            deposit(span.first_step + i);
+        }
+        end_copy_group();
+    }
+
+    const float factor = scale * LOG2_E;
+    const int position0 = span.first_query + span.shift + warp * MS * 16;  // of the warp's first query
+    OnlineSoftmax softmax[MS][2];
+    float out[MS][D / 8][4] = {};
+    for (int step = span.first_step; step < span.last_step; ++step) {
+        wait_for_copies<AHEAD - 1>();
+        __syncthreads();
+        if (step + AHEAD < span.last_step) fetch(step + AHEAD);
+        end_copy_group();
+        const T* tile_k = ring + step % STAGES * (2 * KEYS * LANE);
+        const T* tile_v = tile_k + KEYS * LANE;
+
+        float score[MS][NS][4] = {};
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d) {
+            if constexpr (!KEEPS) {
+#pragma unroll
+                for (int m = 0; m < MS; ++m) load_query(fq[m][0], m, d);
+            }
+#pragma unroll
+            for (int n = 0; n < NS / 2; ++n) {
+                unsigned fk[4];
+                load_matrices(fk, tile_k + (n * 16 + lane / 16 * 8 + lane % 8) * LANE + d * 16 + lane / 8 % 2 * 8);
+#pragma unroll
+                for (int m = 0; m < MS; ++m) {
+                    multiply_add<T>(score[m][2 * n], fq[m][KEEPS ? d : 0], fk[0], fk[1]);
+                    multiply_add<T>(score[m][2 * n + 1], fq[m][KEEPS ? d : 0], fk[2], fk[3]);
+                }
+            }
+        }
+
+        const int first_key = step * KEYS;
+        const bool all_visible = first_key + KEYS - 1 <= position0 &&
+                                 (window <= 0 || first_key > position0 + MS * 16 - 1 - window);
+        if (!all_visible) {
+#pragma unroll
+            for (int m = 0; m < MS; ++m) {
+#pragma unroll
+                for (int n = 0; n < NS; ++n) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int position = position0 + m * 16 + lane / 4 + i / 2 * 8;
+                        const int key = first_key + n * 8 + lane % 4 * 2 + i % 2;
+                        if (key > position || (window > 0 && key <= position - window)) score[m][n][i] = LOWEST;
+                    }
+                }
+            }
+        }
+
+#pragma unroll
+        for (int m = 0; m < MS; ++m) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {  // rows lane / 4 and lane / 4 + 8 of the sixteen
+                float largest = LOWEST;
+#pragma unroll
+                for (int n = 0; n < NS; ++n) {
+                    largest = fmaxf(largest, fmaxf(score[m][n][2 * half], score[m][n][2 * half + 1]));
+                }
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+                OnlineSoftmax& s = softmax[m][half];
+                const float rescale = s.raise(largest, factor);
+#pragma unroll
+                for (int d = 0; d < D / 8; ++d) {
+                    out[m][d][2 * half] *= rescale;
+                    out[m][d][2 * half + 1] *= rescale;
+                }
+#pragma unroll
+                for (int n = 0; n < NS; ++n) {
+                    score[m][n][2 * half] = s.weigh(score[m][n][2 * half], factor);
+                    score[m][n][2 * half + 1] = s.weigh(score[m][n][2 * half + 1], factor);
+                }
+            }
+        }
+
+#pragma unroll
+        for (int n = 0; n < KEYS / 16; ++n) {
+            unsigned fp[MS][4];
+#pragma unroll
+            for (int m = 0; m < MS; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* pair = score[m][2 * n + i / 2] + i % 2 * 2;
+                    fp[m][i] = pack_pair<T>(pair[0], pair[1]);
+                }
+            }
+#pragma unroll
+            for (int d = 0; d < D / 16; ++d) {
+                unsigned fv[4];
+                load_matrices_transposed(fv, tile_v + (n * 16 + lane % 16) * LANE + d * 16 + lane / 16 * 8);
+#pragma unroll
+                for (int m = 0; m < MS; ++m) {
+                    multiply_add<T>(out[m][2 * d], fp[m], fv[0], fv[1]);
+                    multiply_add<T>(out[m][2 * d + 1], fp[m], fv[2], fv[3]);
+                }
+            }
+        }
+        if (step + AHEAD < span.last_step) deposit(step + AHEAD);
+    }
+
+#pragma unroll
+    for (int m = 0; m < MS; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = softmax[m][half].sum;
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const int query = span.first_query + warp * MS * 16 + m * 16 + lane / 4 + half * 8;
+            if (query >= queries) continue;
+            const float share = query + span.shift < span.positions ? 1.f / sum : 0.f;
+            T* row = y + ((static_cast<long long>(span.sequence) * queries + query) * heads + span.head) * DEPTH;
+#pragma unroll
+            for (int d = 0; d < D / 8; ++d) {
+                const int column = d * 8 + lane % 4 * 2;
+                const float low = out[m][d][2 * half] * share, high = out[m][d][2 * half + 1] * share;
+                if constexpr (DEPTH % 2 == 0) {
+                    if (column < DEPTH) *reinterpret_cast<unsigned*>(row + column) = pack_pair<T>(low, high);
+                } else {
+                    if (column < DEPTH) row[column] = from_float<T>(low);
+                    if (column + 1 < DEPTH) row[column + 1] = from_float<T>(high);
+                }
+            }
+        }
+    }
+}
+
+// Float, on ordinary units: 256 threads as 16 x 16, each with every sixteenth query, key and column of the output.
+template <int DEPTH, int QUERIES, int KEYS, int WARPS>
+__device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<float> v, const long long* length, float* y,
+                                            int batch, int heads, int queries, int keys, int window, float scale) {
+    static_assert(WARPS == 8 && QUERIES % 16 == 0 && KEYS % 16 == 0);
+    constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<float, D>, WIDTH = vector_width<float>(DEPTH);
+    constexpr int MS = QUERIES / 16, NS = KEYS / 16, DS = D / 16, P = PITCH<float, KEYS>;
+    using Four = Vec<float, 4>;
+    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
+    const int row0 = threadIdx.x / 16, column0 = threadIdx.x % 16;
+    float* tile_q = dynamic_shared<float>();
+    float* tile_k = tile_q + QUERIES * LANE;
+    float* tile_v = tile_k + KEYS * LANE;
+    float* weights = tile_v + KEYS * LANE;
+
+    TileMover<float, QUERIES, D, WIDTH, 256> move_q(q.rows(span.sequence, span.head), q.row);
+    TileMover<float, KEYS, D, WIDTH, 256> move_k(k.rows(span.sequence, span.head), k.row);
+    TileMover<float, KEYS, D, WIDTH, 256> move_v(v.rows(span.sequence, span.head), v.row);
+    move_q.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
+    move_q.deposit(tile_q);
+
+    const float factor = scale * LOG2_E;
+    OnlineSoftmax softmax[MS];
+    float out[MS][DS] = {};
+    for (int step = span.first_step; step < span.last_step; ++step) {
+        const int first = step * KEYS;
+        __syncthreads();  // nobody still reads the last step's tiles
+        move_k.fetch(tile_k, first * k.row, span.positions - first, DEPTH);
+        move_v.fetch(tile_v, first * v.row, span.positions - first, DEPTH);
+        move_k.deposit(tile_k);
+        move_v.deposit(tile_v);
+        end_copy_group();
+        wait_for_copies<0>();
+        __syncthreads();
+
+        float score[MS][NS] = {};
+#pragma unroll 4
+        for (int d = 0; d < D; d += 4) {
+            Four fq[MS], fk[NS];
+#pragma unroll
+            for (int m = 0; m < MS; ++m) fq[m] = *reinterpret_cast<const Four*>(tile_q + (row0 + m * 16) * LANE + d);
+#pragma unroll
+            for (int n = 0; n < NS; ++n) fk[n] = *reinterpret_cast<const Four*>(tile_k + (column0 + n * 16) * LANE + d);
+#pragma unroll
+            for (int m = 0; m < MS; ++m) {
+#pragma unroll
+                for (int n = 0; n < NS; ++n) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) score[m][n] = fmaf(fq[m].at[i], fk[n].at[i], score[m][n]);
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MS; ++m) {
+            const int position = span.first_query + span.shift + row0 + m * 16;
+            float largest = LOWEST;
+#pragma unroll
+            for (int n = 0; n < NS; ++n) {
+                const int key = first + column0 + n * 16;
+                if (key > position || (window > 0 && key <= position - window)) score[m][n] = LOWEST;
+                largest = fmaxf(largest, score[m][n]);
+            }
+#pragma unroll
+            for (int other = 8; other > 0; other /= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+            }
+            const float rescale = softmax[m].raise(largest, factor);
+#pragma unroll
+            for (int d = 0; d < DS; ++d) out[m][d] *= rescale;
+#pragma unroll
+            for (int n = 0; n < NS; ++n) {
+                weights[(row0 + m * 16) * P + column0 + n * 16] = softmax[m].weigh(score[m][n], factor);
+            }
+        }
+        __syncwarp();  // a row of weights is written and read by the same half warp
+#pragma unroll 4
+        for (int n = 0; n < KEYS; n += 4) {
+            Four fp[MS];
+#pragma unroll
+            for (int m = 0; m < MS; ++m) fp[m] = *reinterpret_cast<const Four*>(weights + (row0 + m * 16) * P + n);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int d = 0; d < DS; ++d) {
+                    const float value = tile_v[(n + i) * LANE + column0 + d * 16];
+#pragma unroll
+                    for (int m = 0; m < MS; ++m) out[m][d] = fmaf(fp[m].at[i], value, out[m][d]);
+                }
+            }
+        }
+    }
+
+#pragma unroll
+    for (int m = 0; m < MS; ++m) {
+        float sum = softmax[m].sum;
+#pragma unroll
+        for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+        const int query = span.first_query + row0 + m * 16;
+        if (query >= queries) continue;
+        const float share = query + span.shift < span.positions ? 1.f / sum : 0.f;
+        float* row = y + ((static_cast<long long>(span.sequence) * queries + query) * heads + span.head) * DEPTH;
+#pragma unroll
+        for (int d = 0; d < DS; ++d) {
+            if (column0 + d * 16 < DEPTH) row[column0 + d * 16] = out[m][d] * share;
+        }
+    }
+}
+
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int STAGES>
+__device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
+                                                int heads, int queries, int keys, int window, float scale) {
+    if constexpr (sizeof(T) == 4) {
+        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
+    } else {
+        flash_tensor<T, DEPTH, QUERIES, KEYS, WARPS, STAGES>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
+    }
+}
+
+}  // namespace warpline

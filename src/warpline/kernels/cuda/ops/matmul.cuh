@@ -1,0 +1,192 @@
+// Matrix product with what follows it: y = act(x weight^T + bias) + residual, x [rows, INPUTS], weight [OUTPUTS, INPUTS].
+//
+// The idea: a block owns a tile of y. Tiles of x and weight stream through a ring in shared memory, STAGES deep, while
+// the warps multiply what has arrived: half precision on tensor cores (ldmatrix and mma), float on ordinary units, both
+// accumulating in float. Fragments are loaded one slice ahead of the products, across the barrier too. Bias and GELU act on the sums in registers; the tile then goes through shared memory, so that
+// it leaves in whole vectors, and the residual joins it on the way.
+// Traffic: x once per column of tiles and weight once per row of tiles, mostly from L2; y once.
+#pragma once
+#include "ops/gelu.cuh"
+#include "tile.cuh"
+
+namespace warpline {
+
+// The warps' shares of a M x N tile on tensor cores: each has a rectangle of M / WARPS_M x N / WARPS_N. It is worked on
+// in slices of the inputs: `load` brings the fragments of one slice, `multiply` uses them.
+template <typename T, int M, int N, int K, int WARPS_M, int WARPS_N>
+struct ProductTile {
+    static constexpr int SLICE = 16, MS = M / WARPS_M / 16, NS = N / WARPS_N / 8, LANE = PITCH<T, K>;
+    static_assert(MS * WARPS_M * 16 == M && NS * WARPS_N * 8 == N && NS % 2 == 0 && K % SLICE == 0);
+    struct Fragments {
+        unsigned a[MS][4], b[NS / 2][4];
+    };
+    float sum[MS][NS][4] = {};
+    const int lane = threadIdx.x % WARP;
+    const int row0 = threadIdx.x / WARP / WARPS_N * (MS * 16), column0 = threadIdx.x / WARP % WARPS_N * (NS * 8);
+
+    // From a [M, K] and b [N, K].
+    __device__ __forceinline__ void load(Fragments& f, const T* a, const T* b, int k) const {
+        const T* rows = a + (row0 + lane % 16) * LANE + lane / 16 * 8 + k;
+        const T* columns = b + (column0 + lane / 16 * 8 + lane % 8) * LANE + lane / 8 % 2 * 8 + k;
+#pragma unroll
+        for (int m = 0; m < MS; ++m) load_matrices(f.a[m], rows + m * 16 * LANE);
+#pragma unroll
+        for (int n = 0; n < NS / 2; ++n) load_matrices(f.b[n], columns + n * 16 * LANE);
+    }
+
+    __device__ __forceinline__ void multiply(const Fragments& f) {
+#pragma unroll
+        for (int m = 0; m < MS; ++m) {
+#pragma unroll
+            for (int n = 0; n < NS; ++n) multiply_add<T>(sum[m][n], f.a[m], f.b[n / 2][n % 2 * 2], f.b[n / 2][n % 2 * 2 + 1]);
+        }
+    }
+
+    // Calls f(row, column, sum, p) for every sum, where p = prepare(column).
+    template <typename P, typename F>
+    __device__ __forceinline__ void visit(P prepare, F f) {
+#pragma unroll
+        for (int n = 0; n < NS; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int column = column0 + n * 8 + lane % 4 * 2 + i;
+                const float p = prepare(column);
+#pragma unroll
+                for (int m = 0; m < MS; ++m) {
+                    f(row0 + m * 16 + lane / 4, column, sum[m][n][i], p);
+                    f(row0 + m * 16 + lane / 4 + 8, column, sum[m][n][i + 2], p);
+                }
+            }
+        }
+    }
+};
+
+// The same on ordinary units: 256 threads as 16 x 16, each with every sixteenth row and column.
+template <int M, int N, int K, int WARPS_M, int WARPS_N>
+struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
+    static constexpr int SLICE = 4, MS = M / 16, NS = N / 16, LANE = PITCH<float, K>;
+    static_assert(WARPS_M * WARPS_N == 8 && M % 16 == 0 && N % 16 == 0);
+    using Four = Vec<float, 4>;
+    struct Fragments {
+        Four a[MS], b[NS];
+    };
+    float sum[MS][NS] = {};
+    const int row0 = threadIdx.x / 16, column0 = threadIdx.x % 16;
+
+    __device__ __forceinline__ void load(Fragments& f, const float* a, const float* b, int k) const {
+#pragma unroll
+        for (int m = 0; m < MS; ++m) f.a[m] = *reinterpret_cast<const Four*>(a + (row0 + m * 16) * LANE + k);
+#pragma unroll
+        for (int n = 0; n < NS; ++n) f.b[n] = *reinterpret_cast<const Four*>(b + (column0 + n * 16) * LANE + k);
+    }
+
+    __device__ __forceinline__ void multiply(const Fragments& f) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int m = 0; m < MS; ++m) {
+#pragma unroll
+                for (int n = 0; n < NS; ++n) sum[m][n] = fmaf(f.a[m].at[i], f.b[n].at[i], sum[m][n]);
+            }
+        }
+    }
+
+    template <typename P, typename F>
+    __device__ __forceinline__ void visit(P prepare, F f) {
+#pragma unroll
+        for (int n = 0; n < NS; ++n) {
+            const float p = prepare(column0 + n * 16);
+#pragma unroll
+            for (int m = 0; m < MS; ++m) f(row0 + m * 16, column0 + n * 16, sum[m][n], p);
+        }
+    }
+};
+
+// `bias` and `residual` are null where there is none.
+template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int K, int WARPS_M, int WARPS_N, int STAGES>
+__device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bias, const T* residual, T* y, int rows) {
+    constexpr int THREADS = WARPS_M * WARPS_N * WARP, WIDTH = vector_width<T>(INPUTS);
+    constexpr int STEPS = ceil_div(INPUTS, K), ACROSS = ceil_div(OUTPUTS, N), STAGE = (M + N) * PITCH<T, K>;
+    using MoverX = TileMover<T, M, K, WIDTH, THREADS>;
+    using MoverW = TileMover<T, N, K, WIDTH, THREADS>;
+    constexpr int AHEAD = MoverX::ASYNC ? STAGES - 1 : 1;  // tiles on their way
+
+    T* ring = dynamic_shared<T>();
+    const int first_row = blockIdx.x / ACROSS * M, first_output = blockIdx.x % ACROSS * N;
+    MoverX move_x(x + static_cast<long long>(first_row) * INPUTS, INPUTS);
+    MoverW move_w(weight + static_cast<long long>(first_output) * INPUTS, INPUTS);
+    const auto fetch = [&](int step) {
+        T* stage = ring + step % STAGES * STAGE;
+        const int k = step * K;
+        move_x.fetch(stage, k, rows - first_row, INPUTS - k);
+        move_w.fetch(stage + M * PITCH<T, K>, k, OUTPUTS - first_output, INPUTS - k);
+    };
+    const auto deposit = [&](int step) {
+        T* stage = ring + step % STAGES * STAGE;
+        move_x.deposit(stage);
+        move_w.deposit(stage + M * PITCH<T, K>);
+    };
+
+#pragma unroll
+    for (int step = 0; step < AHEAD; ++step) {
+        if (step < STEPS) {
+            fetch(step);
+            deposit(step);
+        }
+        end_copy_group();
+    }
+    using Tile = ProductTile<T, M, N, K, WARPS_M, WARPS_N>;
+    constexpr int SLICES = K / Tile::SLICE;
+    Tile tile;
+    typename Tile::Fragments fragments[2];  // of the slice that is multiplied and of the one behind it
+    wait_for_copies<AHEAD - 1>();
+    __syncthreads();
+    tile.load(fragments[0], ring, ring + M * PITCH<T, K>, 0);
+    static_assert(SLICES % 2 == 0);
+    for (int step = 0; step < STEPS; ++step) {
+        const T* stage = ring + step % STAGES * STAGE;
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) {
+            if (slice == 0) {
+                // Everybody has met since this part of the ring was last read.
+                if (step + AHEAD < STEPS) fetch(step + AHEAD);
+                end_copy_group();
+            }
+            if (slice == SLICES - 1) {
+                if (step + AHEAD < STEPS) deposit(step + AHEAD);
+                wait_for_copies<AHEAD - 1>();
+                __syncthreads();  // the next step's tiles are there, and this step's have been read
+                stage = ring + (step + 1) % STAGES * STAGE;
+            }
+            tile.load(fragments[(slice + 1) % 2], stage, stage + M * PITCH<T, K>, (slice + 1) % SLICES * Tile::SLICE);
+            tile.multiply(fragments[slice % 2]);
+        }
+    }
+
+    __syncthreads();
+    const auto bias_of = [&](int column) {
+        const int output = first_output + column;
+        return bias != nullptr && output < OUTPUTS ? to_float(bias[output]) : 0.f;
+    };
+    tile.visit(bias_of, [&](int row, int column, float v, float b) {
+        v += b;
+        ring[row * PITCH<T, N> + column] = from_float<T>(GELU ? gelu_of<false>(v) : v);
+    });
+    __syncthreads();
+    constexpr int OUT_WIDTH = vector_width<T>(OUTPUTS);
+    using Pack = Vec<T, OUT_WIDTH>;
+    for (int i = threadIdx.x; i < M * N / OUT_WIDTH; i += THREADS) {
+        const int row = i / (N / OUT_WIDTH), column = i % (N / OUT_WIDTH) * OUT_WIDTH;
+        if (first_row + row >= rows || first_output + column >= OUTPUTS) continue;
+        const long long at = static_cast<long long>(first_row + row) * OUTPUTS + first_output + column;
+        Pack pack = *reinterpret_cast<const Pack*>(ring + row * PITCH<T, N> + column);
+        if (residual != nullptr) {
+            const Pack more = *reinterpret_cast<const Pack*>(residual + at);
+#pragma unroll
+            for (int j = 0; j < OUT_WIDTH; ++j) pack.at[j] = from_float<T>(to_float(pack.at[j]) + to_float(more.at[j]));
+        }
+        *reinterpret_cast<Pack*>(y + at) = pack;
+    }
+}
+
+}  // namespace warpline

@@ -1,0 +1,318 @@
+// Matrix times a few vectors, with what comes before and after: y = act(norm(x) weight^T + bias) + residual.
+//
+// The idea: with ROWS of 1 to 8 the product is a read of the weights. A warp takes a few rows of the weight matrix and
+// multiplies them with all rows of x at once, 16 bytes of weights per lane and load. The first loads are under way before
+// x is looked at, so that the LayerNorm, which every block does for itself, hides behind them. SHARERS warps may share an
+// output where there are few outputs and many inputs. Sums meet in a fixed order.
+// One row is a matter for ordinary arithmetic. From two rows on, in half precision, tensor cores do it: a product does
+// not care in which order it runs through the inputs, so the 16 bytes a lane has loaded serve as fragments as they are.
+// Traffic: the weights once; x, bias and LayerNorm's parameters come from the caches.
+// Tried and lost: eight rows in ordinary arithmetic, 68 % of a copy's bandwidth; converting and multiplying took longer
+// than reading.
+#pragma once
+#include "ops/gelu.cuh"
+#include "ops/layernorm.cuh"
+#include "ptx.cuh"
+
+namespace warpline {
+
+__device__ constexpr int power_of_two_from(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
+}
+
+// Sums of VALUES per lane over a warp: lane i ends with the sum of value i / (32 / VALUES). VALUES is a power of 2. Each
+// step hands half of the values over to the other lane, so that it takes about VALUES shuffles, not five for each.
+template <int VALUES>
+__device__ __forceinline__ float scatter_sums(float (&value)[VALUES]) {
+    const int lane = threadIdx.x % WARP;
+    int left = VALUES;
+#pragma unroll
+    for (int other = WARP / 2; other > 0; other /= 2) {
+        if (left > 1) {
+            left /= 2;
+            const bool upper = lane & other;
+#pragma unroll
+            for (int i = 0; i < VALUES / 2; ++i) {
+                if (i >= left) break;
+                const float given = upper ? value[i] : value[i + left];
+                value[i] = (upper ? value[i + left] : value[i]) + __shfl_xor_sync(0xffffffffu, given, other);
+            }
+        } else {
+            value[0] += __shfl_xor_sync(0xffffffffu, value[0], other);
+        }
+    }
+    return value[0];
+}
+
+// The work of one warp on OUTPUTS_EACH outputs in ordinary arithmetic: a part of the inputs, in steps of a vector per lane.
+// `load` brings the weights of the first steps, `finish` does the rest and leaves the sums, `results` says whose they are.
+template <typename T, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
+struct WarpDots {
+    static constexpr int WIDTH = vector_width<T>(INPUTS), VECTORS = INPUTS / WIDTH;
+    static constexpr int STEPS = ceil_div(VECTORS, WARP * SHARERS), BATCH = UNROLL < STEPS ? UNROLL : STEPS;
+    static constexpr int ROWS_UP = power_of_two_from(ROWS), VALUES = power_of_two_from(OUTPUTS_EACH) * ROWS_UP;
+    static constexpr int RESULTS = 1;
+    static_assert(VALUES <= WARP);
+    using Pack = Vec<T, WIDTH>;
+    Pack held[OUTPUTS_EACH][BATCH];
+
+    static __device__ __forceinline__ int vector_of(int step) {
+        return step * (WARP * SHARERS) + threadIdx.x / WARP % SHARERS * WARP + threadIdx.x % WARP;
+    }
+
+    // A lane whose turn is beyond the end gets zeros.
+    __device__ __forceinline__ void load(const T* weight, int first_output, int step0) {
+#pragma unroll
+        for (int o = 0; o < OUTPUTS_EACH; ++o) {
+            const long long row = min(first_output + o, OUTPUTS - 1);
+#pragma unroll
+            for (int step = 0; step < BATCH; ++step) {
+                const int at = vector_of(step0 + step);
+                held[o][step] = {};
+                if (at < VECTORS) held[o][step] = reinterpret_cast<const Pack*>(weight + row * INPUTS)[at];
+            }
+        }
+    }
+
+    // x has ROWS rows, `pitch` apart, in shared or cached memory.
+    __device__ __forceinline__ void finish(const T* weight, const T* x, int pitch, int first_output, float (&result)[1]) {
+        float sum[VALUES] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step += BATCH) {
+            WarpDots next;
+            if (step + BATCH < STEPS) next.load(weight, first_output, step + BATCH);
+            multiply(x, pitch, step, sum);
+            if (step + BATCH < STEPS) *this = next;
+        }
+        result[0] = scatter_sums(sum);
+    }
+
+    // Calls f(i, output, row) for every result i that counts; `output` is relative to the warp's first.
+    template <typename F>
+    static __device__ __forceinline__ void results(F f) {
+        const int value = threadIdx.x % WARP / (WARP / VALUES), output = value / ROWS_UP, row = value % ROWS_UP;
+        if (threadIdx.x % (WARP / VALUES) == 0 && row < ROWS && output < OUTPUTS_EACH) f(0, output, row);
+    }
+
+   private:
+    __device__ __forceinline__ void multiply(const T* x, int pitch, int step0, float (&sum)[VALUES]) const {
+#pragma unroll
+        for (int step = 0; step < BATCH; ++step) {
+            const int at = vector_of(step0 + step);
+            if (at >= VECTORS) break;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const Pack pack = reinterpret_cast<const Pack*>(x + r * pitch)[at];
+#pragma unroll
+                for (int o = 0; o < OUTPUTS_EACH; ++o) {
+                    float& s = sum[o * ROWS_UP + r];
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i) s = fmaf(to_float(pack.at[i]), to_float(held[o][step].at[i]), s);
+                }
+            }
+        }
+    }
+};
+
+// Sixteen outputs on tensor cores: the weights are the left operand, 16 x 16, and the rows of x the right one, 16 x 8.
+// Lane 4g + t has chunk t of every four: of weight rows g and g + 8 and of row g of x.
+template <typename T, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int UNROLL>
+struct WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL> {
+    static constexpr int WIDTH = 8, VECTORS = INPUTS / WIDTH, RESULTS = 4;
+    static constexpr int STEPS = ceil_div(VECTORS, 4 * SHARERS), BATCH = UNROLL < STEPS ? UNROLL : STEPS;
+    static_assert(sizeof(T) == 2 && INPUTS % WIDTH == 0 && ROWS <= 8);
+    using Pairs = Vec<unsigned, 4>;  // eight elements
+    Pairs held[2][BATCH];
+
+    static __device__ __forceinline__ int vector_of(int step) {
+        return step * (4 * SHARERS) + threadIdx.x / WARP % SHARERS * 4 + threadIdx.x % 4;
+    }
+
+    __device__ __forceinline__ void load(const T* weight, int first_output, int step0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const long long row = min(first_output + half * 8 + static_cast<int>(threadIdx.x) % WARP / 4, OUTPUTS - 1);
+#pragma unroll
+            for (int step = 0; step < BATCH; ++step) {
+                const int at = vector_of(step0 + step);
+                held[half][step] = {};
+                if (at < VECTORS) held[half][step] = reinterpret_cast<const Pairs*>(weight + row * INPUTS)[at];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void finish(const T* weight, const T* x, int pitch, int first_output, float (&result)[4]) {
+        const int row = threadIdx.x % WARP / 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) result[i] = 0.f;
+#pragma unroll
+        for (int step0 = 0; step0 < STEPS; step0 += BATCH) {
+            WarpDots next;
+            if (step0 + BATCH < STEPS) next.load(weight, first_output, step0 + BATCH);
+#pragma unroll
+            for (int step = 0; step < BATCH; ++step) {
+                const int at = vector_of(step0 + step);
+                Pairs b = {};
+                if (row < ROWS && at < VECTORS) b = reinterpret_cast<const Pairs*>(x + row * pitch)[at];
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                    const unsigned a[4] = {held[0][step].at[i], held[1][step].at[i], held[0][step].at[i + 1], held[1][step].at[i + 1]};
+                    multiply_add<T>(result, a, b.at[i], b.at[i + 1]);
+                }
+            }
+            if (step0 + BATCH < STEPS) *this = next;
+        }
+    }
+
+    template <typename F>
+    static __device__ __forceinline__ void results(F f) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = threadIdx.x % 4 * 2 + i % 2;
+            if (row < ROWS) f(i, static_cast<int>(threadIdx.x) % WARP / 4 + i / 2 * 8, row);
+        }
+    }
+};
+
+// Rows of INPUTS elements in shared memory are this far apart: neighbours on different banks.
+template <typename T, int INPUTS>
+constexpr int ROW_PITCH = ceil_div(INPUTS, 64) * 64 + 32;
+
+// LayerNorm of ROWS rows into shared memory, by all warps together; returns where they are. All threads must call it.
+// Only the time until it is done matters, so everything is loaded at once.
+template <typename T, int INPUTS, int ROWS, int WARPS>
+__device__ __forceinline__ const T* normalised_rows(const T* x, const T* gamma, const T* beta, float epsilon) {
+    constexpr int TEAM = WARPS / power_of_two_from(ROWS) > 0 ? WARPS / power_of_two_from(ROWS) : 1;  // warps to a row
+    __shared__ float scratch[WARPS];
+    T* rows = dynamic_shared<T>();
+    using Slice = RowSlice<T, INPUTS, TEAM>;
+    Slice weight, bias;
+    weight.load(gamma);
+    bias.load(beta);
+#pragma unroll
+    for (int first = 0; first < ROWS; first += WARPS / TEAM) {
+        const int row = first + threadIdx.x / (TEAM * WARP);
+        Slice slice;
+        slice.load(x + min(row, ROWS - 1) * INPUTS);
+        standardise(slice, epsilon, scratch);
+#pragma unroll
+        for (int i = 0; i < Slice::STEPS * Slice::WIDTH; ++i) slice.value[i] = slice.value[i] * weight.value[i] + bias.value[i];
+        if (row < ROWS) slice.store(rows + row * ROW_PITCH<T, INPUTS>);
+    }
+    __syncthreads();
+    return rows;
+}
+
+// `gamma`, `beta`, `bias` and `residual` are null where there is none.
+template <typename T, int OUTPUTS, int INPUTS, int ROWS, bool GELU, int WARPS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
+__device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta, const T* weight, const T* bias,
+                                       const T* residual, T* y, float epsilon) {
+    using Dots = WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, OUTPUTS_EACH, UNROLL>;
+    const int warp = threadIdx.x / WARP;
+    const int first = (static_cast<int>(blockIdx.x) * (WARPS / SHARERS) + warp / SHARERS) * OUTPUTS_EACH;
+    Dots dots;
+    dots.load(weight, first, 0);
+    const bool norm = gamma != nullptr;
+    if (norm) x = normalised_rows<T, INPUTS, ROWS, WARPS>(x, gamma, beta, epsilon);
+    float result[Dots::RESULTS];
+    dots.finish(weight, x, norm ? ROW_PITCH<T, INPUTS> : INPUTS, first, result);
+    if constexpr (SHARERS > 1) {
+        __shared__ float shares[WARPS][Dots::RESULTS][WARP];
+#pragma unroll
+        for (int i = 0; i < Dots::RESULTS; ++i) shares[warp][i][threadIdx.x % WARP] = result[i];
+        __syncthreads();
+        if (warp % SHARERS != 0) return;
+#pragma unroll
+        for (int i = 0; i < Dots::RESULTS; ++i) {
+#pragma unroll
+            for (int other = 1; other < SHARERS; ++other) result[i] += shares[warp + other][i][threadIdx.x % WARP];
+        }
+    }
+    Dots::results([&](int i, int relative, int row) {
+        const int output = first + relative;
+        if (output >= OUTPUTS) return;
+        float v = result[i];
+        if (bias != nullptr) v += to_float(bias[output]);
+        if (GELU) v = gelu_of<false>(v);
+        if (residual != nullptr) v += to_float(residual[row * OUTPUTS + output]);
+        y[row * OUTPUTS + output] = from_float<T>(v);
+    });
+}
+
+// The better of two candidates has the larger value, or is earlier among equals.
+struct Candidate {
+    float value = LOWEST;
+    int output = NONE;
+    static constexpr int NONE = 0x7fffffff;
+
+    __device__ __forceinline__ void take(float v, int o) {
+        if (o != NONE && (output == NONE || v > value || (v == value && o < output))) {
+            value = v;
+            output = o;
+        }
+    }
+};
+
+// The likeliest next token: the output with the largest sum, and that sum; of equals the first. Each warp takes REPEAT
+// groups of outputs and keeps the best, each block leaves one candidate per row, and the last block chooses among them.
+template <typename T, int OUTPUTS, int INPUTS, int ROWS, int WARPS, int OUTPUTS_EACH, int UNROLL, int REPEAT>
+__device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T* beta, const T* weight, long long* token,
+                                            float* logit, float* best_values, int* best_outputs, int* finished,
+                                            float epsilon) {
+    using Dots = WarpDots<T, OUTPUTS, INPUTS, ROWS, 1, OUTPUTS_EACH, UNROLL>;
+    const int warp = threadIdx.x / WARP;
+    // All warps together walk through the weights, so that neighbouring memory is read at the same time.
+    const int stride = gridDim.x * (WARPS * OUTPUTS_EACH);
+    int first = (static_cast<int>(blockIdx.x) * WARPS + warp) * OUTPUTS_EACH;
+    Dots dots;
+    dots.load(weight, first, 0);
+    x = normalised_rows<T, INPUTS, ROWS, WARPS>(x, gamma, beta, epsilon);
+    Candidate best[Dots::RESULTS];
+    for (int repeat = 0; repeat < REPEAT; ++repeat, first += stride) {
+        Dots next;
+        if (repeat + 1 < REPEAT) next.load(weight, first + stride, 0);
+        float result[Dots::RESULTS];
+        dots.finish(weight, x, ROW_PITCH<T, INPUTS>, first, result);
+        Dots::results([&](int i, int relative, int) {
+            if (first + relative < OUTPUTS) best[i].take(result[i], first + relative);
+        });
+        dots = next;
+    }
+
+    // The lanes of a warp meet in shared memory: a row of candidates for each row of x.
+    constexpr int EACH = WARPS * OUTPUTS_EACH;
+    __shared__ Candidate met[ROWS][EACH];
+    Dots::results([&](int i, int relative, int row) { met[row][warp * OUTPUTS_EACH + relative] = best[i]; });
+    __syncthreads();
+    const auto over_lanes = [&](Candidate& c) {
+#pragma unroll
+        for (int other = WARP / 2; other > 0; other /= 2) {
+            c.take(__shfl_xor_sync(0xffffffffu, c.value, other), __shfl_xor_sync(0xffffffffu, c.output, other));
+        }
+    };
+    for (int row = warp; row < ROWS; row += WARPS) {
+        Candidate c;
+        for (int i = threadIdx.x % WARP; i < EACH; i += WARP) c.take(met[row][i].value, met[row][i].output);
+        over_lanes(c);
+        if (threadIdx.x % WARP == 0) {
+            best_values[row * gridDim.x + blockIdx.x] = c.value;
+            best_outputs[row * gridDim.x + blockIdx.x] = c.output;
+        }
+    }
+    if (!finishes_last(finished, gridDim.x)) return;
+    for (int row = warp; row < ROWS; row += WARPS) {
+        Candidate c;
+        for (int block = threadIdx.x % WARP; block < gridDim.x; block += WARP) {
+            c.take(__ldcg(best_values + row * gridDim.x + block), __ldcg(best_outputs + row * gridDim.x + block));
+        }
+        over_lanes(c);
+        if (threadIdx.x % WARP == 0) {
+            token[row] = c.output;
+            logit[row] = c.value;
+        }
+    }
+}
+
+}  // namespace warpline

@@ -1,0 +1,226 @@
+// The next token of each row from its logits: repetition penalty, temperature, top-k, top-p, min-p, and a fair draw.
+//
+// The idea: a draw is the largest of score + Gumbel noise, and the noise of a token is a hash of the row's key and the
+// token, so nothing is sorted, no generator has a state, and the result depends on nothing but the arguments. Top-k and
+// top-p only need to know the least score they keep. That is found by counting (or by weighing) scores into bins of equal
+// width, then looking closer at the one bin in which the line falls. Weights are integers of 2^-31 of the total, whose
+// sum does not depend on the order of the threads; it rounds no worse than a float32 running sum does.
+// Traffic: the logits two to eight times, from L2 after the first; one block to a row.
+#pragma once
+#include "common.cuh"
+#include "ptx.cuh"
+
+namespace warpline {
+
+// Standard Gumbel noise of a token: 32 hashed bits as exponential noise, finest near 0 where winners come from.
+__device__ __forceinline__ float gumbel_noise(unsigned key, unsigned token) {
+    unsigned bits = key + token;
+    bits = (bits ^ (bits >> 16)) * 0x7feb352du;
+    bits = (bits ^ (bits >> 15)) * 0x846ca68bu;
+    bits ^= bits >> 16;
+    // The last few values would round up to 1, whose noise is -infinity; no token may be impossible because of its noise.
+    const float uniform = fminf((__uint2float_rn(bits) + 0.5f) * 0x1p-32f, 1.f - 0x1p-24f);
+    return -logf(-log1pf(-uniform));
+}
+
+// Floats as unsigned numbers of the same order.
+__device__ __forceinline__ unsigned ordered(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+// What one block needs to choose a row's token.
+template <int VOCAB, int BLOCK>
+struct SampleScratch {
+    static constexpr int BINS = 2048, LISTED = 1024, WARPS = BLOCK / WARP;
+    static_assert(BINS % BLOCK == 0);
+    unsigned seen[ceil_div(VOCAB, 32)];
+    unsigned bins[BINS];
+    unsigned keys[LISTED], weights[LISTED];
+    unsigned per_warp[WARPS];
+    float reduced[WARPS];
+    int index[WARPS];
+    unsigned above;
+    int listed, crossing;
+};
+
+// The bin in which the line falls: the last one, from the top, above which there is less than `target`. `above` starts as
+// what lies above all bins and ends as what lies above that one. All threads call it and get the same answer.
+template <int VOCAB, int BLOCK>
+__device__ __forceinline__ int crossing_bin(SampleScratch<VOCAB, BLOCK>& s, unsigned target, unsigned& above) {
+    constexpr int BINS = SampleScratch<VOCAB, BLOCK>::BINS, EACH = BINS / BLOCK;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (threadIdx.x == 0) s.crossing = 0;
+    unsigned own = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) own += s.bins[BINS - 1 - (threadIdx.x * EACH + i)];
+    unsigned before = own;  // inclusive within the warp, from the top
+#pragma unroll
+    for (int other = 1; other < WARP; other *= 2) {
+        const unsigned more = __shfl_up_sync(0xffffffffu, before, other);
+        if (lane >= other) before += more;
+    }
+    if (lane == WARP - 1) s.per_warp[warp] = before;
+    __syncthreads();
+    before += above - own;
+    for (int i = 0; i < warp; ++i) before += s.per_warp[i];
+    int last = -1;
+    unsigned above_last = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        if (before < target) {
+            last = threadIdx.x * EACH + i;
+            above_last = before;
+        }
+        before += s.bins[BINS - 1 - (threadIdx.x * EACH + i)];
+    }
+    if (last >= 0) atomicMax(&s.crossing, last);
+    __syncthreads();
+    if (last == s.crossing) s.above = above_last;
+    __syncthreads();
+    above = s.above;
+    return BINS - 1 - s.crossing;
+}
+
+// The least key that is kept when everything is kept above which there is less than `target`. For the scores i that are
+// considered, each(f) calls f(score, weight); `largest` is the largest score.
+template <int VOCAB, int BLOCK, typename Each>
+__device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, float largest, unsigned target, Each each) {
+    const auto clear = [&] {
+        __syncthreads();
+        for (int i = threadIdx.x; i < s.BINS; i += BLOCK) s.bins[i] = 0;
+        if (threadIdx.x == 0) s.listed = 0;
+        __syncthreads();
+    };
+    // Bins of 1/64 hold few scores each; what is more than 32 below the largest shares one.
+    const auto bin_of = [&](float score) { return s.BINS - 1 - static_cast<int>(fminf((largest - score) * 64.f, s.BINS - 1.f)); };
+    clear();
+    each([&](float score, unsigned weight) { atomicAdd(&s.bins[bin_of(score)], weight); });
+    __syncthreads();
+    unsigned above = 0;
+    const int bin = crossing_bin(s, target, above);
+    __syncthreads();
+    each([&](float score, unsigned weight) {
+        if (bin_of(score) != bin) return;
+        const int at = atomicAdd(&s.listed, 1);
+        if (at < s.LISTED) {
+            s.keys[at] = ordered(score);
+            s.weights[at] = weight;
+        }
+    });
+    __syncthreads();
+    const int listed = s.listed;
+    // Within the bin: 11, 11 and 10 bits of the key, from the top.
+    unsigned prefix = 0;
+#pragma unroll 1  // three copies would triple the time to compile
+    for (int level = 0; level < 3; ++level) {
+        const int shift = level == 0 ? 21 : level == 1 ? 10 : 0, width = level == 2 ? 10 : 11;
+        const auto consider = [&](unsigned key, unsigned weight) {
+            if (level > 0 && key >> (shift + width) != prefix) return;
+            atomicAdd(&s.bins[key >> shift & ((1u << width) - 1)], weight);
+        };
+        clear();
+        if (listed <= s.LISTED) {
+            for (int i = threadIdx.x; i < listed; i += BLOCK) consider(s.keys[i], s.weights[i]);
+        } else {
+            each([&](float score, unsigned weight) {
+                if (bin_of(score) == bin) consider(ordered(score), weight);
+            });
+        }
+        __syncthreads();
+        prefix = prefix << width | crossing_bin(s, target, above);
+    }
+    return prefix;
+}
+
+template <typename T, int VOCAB, int BLOCK>
+__device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* keys,
+                                       const float* temperature, const long long* top_k, const float* top_p,
+                                       const float* min_p, const float* penalty, const long long* forbidden,
+                                       long long* token, int capacity) {
+    constexpr int WARPS = BLOCK / WARP;
+    __shared__ SampleScratch<VOCAB, BLOCK> s;
+    const int row = blockIdx.x;
+    logits += static_cast<long long>(row) * VOCAB;
+    tokens += static_cast<long long>(row) * capacity;
+    const bool greedy = temperature[row] <= 0.f, punishes = penalty[row] != 1.f;
+    const float coolness = greedy ? 1.f : 1.f / temperature[row], punishment = penalty[row], relief = 1.f / punishment;
+    const int banned = static_cast<int>(forbidden[row]);
+
+    if (punishes) {
+        for (int i = threadIdx.x; i < ceil_div(VOCAB, 32); i += BLOCK) s.seen[i] = 0;
+        __syncthreads();
+        const int count = min(static_cast<int>(length[row]), capacity);
+        for (int i = threadIdx.x; i < count; i += BLOCK) atomicOr(&s.seen[tokens[i] / 32], 1u << tokens[i] % 32);
+        __syncthreads();
+    }
+    const auto score = [&](int i) {
+        float v = to_float(logits[i]);
+        if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? relief : punishment;
+        return i == banned ? -infinity() : v * coolness;
+    };
+
+    // The largest, and of equals the first: first over the lanes of a warp, then over the warps.
+    const auto choose = [&](auto value_of) {
+        float best = -infinity();
+        int at = VOCAB;
+        const auto take = [&](float v, int i) {
+            if (i < VOCAB && (v > best || (v == best && i < at) || at == VOCAB)) {
+                best = v;
+                at = i;
+            }
+        };
+#pragma unroll 2
+        for (int i = threadIdx.x; i < VOCAB; i += BLOCK) take(value_of(i), i);
+#pragma unroll
+        for (int other = WARP / 2; other > 0; other /= 2) {
+            take(__shfl_xor_sync(0xffffffffu, best, other), __shfl_xor_sync(0xffffffffu, at, other));
+        }
+        __syncthreads();
+        if (threadIdx.x % WARP == 0) {
+            s.reduced[threadIdx.x / WARP] = best;
+            s.index[threadIdx.x / WARP] = at;
+        }
+        __syncthreads();
+        for (int i = 0; i < WARPS; ++i) take(s.reduced[i], s.index[i]);
+        return at;
+    };
+    const int likeliest = choose(score);
+    if (greedy) {
+        if (threadIdx.x == 0) token[row] = likeliest;
+        return;
+    }
+
+    // Top-k keeps what fewer than k scores exceed, top-p what scores of less than p together exceed.
+    const float largest = score(likeliest);
+    unsigned line = 0;  // the least key that stays
+#pragma unroll 1
+    for (int rule = 0; rule < 2; ++rule) {
+        const bool by_count = rule == 0;
+        if (by_count ? top_k[row] >= VOCAB : top_p[row] >= 1.f) continue;
+        const auto each_kept = [&](auto f) {
+#pragma unroll 2
+            for (int i = threadIdx.x; i < VOCAB; i += BLOCK) {
+                const float v = score(i);
+                if (ordered(v) >= line) f(v);
+            }
+        };
+        float sum = 0.f;
+        if (!by_count) each_kept([&](float v) { sum += exp2_approx((v - largest) * LOG2_E); });
+        const float scale = 0x1p31f / group_sum<WARPS>(sum, s.reduced);
+        const unsigned target = by_count ? static_cast<unsigned>(top_k[row]) : max(1u, __float2uint_rn(top_p[row] * 0x1p31f));
+        const unsigned least = least_kept(s, largest, target, [&](auto f) {
+            each_kept([&](float v) { f(v, by_count ? 1u : __float2uint_rn(exp2_approx((v - largest) * LOG2_E) * scale)); });
+        });
+        line = max(line, least);
+    }
+    const float floor = largest + logf(min_p[row]);
+    const unsigned key = static_cast<unsigned>(keys[row]);
+    const int drawn = choose([&](int i) {
+        const float v = score(i);
+        return ordered(v) >= line && v >= floor ? v + gumbel_noise(key, i) : -infinity();
+    });
+    if (threadIdx.x == 0) token[row] = drawn;
+}
+
+}  // namespace warpline

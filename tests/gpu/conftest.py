@@ -1,0 +1,29 @@
+"""`--small` keeps the kernels' small shapes alone: what a checker that slows everything down has time for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+#: Elements of the op's largest tensor, roughly.
+SMALL = 300_000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--small", action="store_true", help="only the kernels' small shapes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--small"):
+        return
+    kept = [item for item in items if _is_small(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _is_small(item: pytest.Item) -> bool:
+    parameters = getattr(item, "callspec", None)
+    if parameters is None or "dims" not in parameters.params:
+        return False
+    return bool(math.prod(parameters.params["dims"].values()) <= SMALL)
