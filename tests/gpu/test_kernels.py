@@ -107,31 +107,30 @@ def test_kernel_against_float64(spec: KernelSpec, dtype: str, dims: Dims) -> Non
 @pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
 def test_turing_path(spec: KernelSpec, dtype: str) -> None:
     """Compiled as PTX for compute_75 and run here."""
-    for dims in spec.test_dims[::4]:
+    shapes = spec.test_dims[::4]
+    compile_many([(Variant.of(spec, dtype, dims, "compute_75"), "compute_75") for dims in shapes])
+    for dims in shapes:
         check(spec, dtype, dims, arch="compute_75")
 
 
 @pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
 def test_every_tunable_choice_is_correct(spec: KernelSpec) -> None:
-    dims = spec.bench_dims[1]
+    dims, arch = spec.bench_dims[1], launch.arch_of(0)
     inputs = random_inputs(spec, "fp16", dims, 3)
-    default = dict(spec.default(dims, "fp16", launch.arch_of(0)))
     exact = exactly(spec, inputs, dims)
-    tried = 0
-    for name, choices in spec.tunables.items():
-        for choice in choices:
-            tunables = default | {name: choice}
-            if not spec.allows(dims, tunables, "fp16"):
-                continue
-            tried += 1
-            outputs = launch.run(spec, inputs, outputs=new_outputs(spec, "fp16", dims), tunables=tunables)
-            for out, reference in zip(outputs, exact, strict=True):
-                if out.is_floating_point():
-                    distance = (out.double() - reference).abs().max()
-                else:
-                    distance = (reference.amax(dim=-1) - reference.gather(-1, out[:, None])[:, 0]).max()
-                assert float(distance) <= 8 * ROUNDING["fp16"] * float(largest(reference)), (name, choice)
-    assert tried >= len(spec.tunables)
+    default = dict(spec.default(dims, "fp16", arch))
+    choices = [default | {name: choice} for name, values in spec.tunables.items() for choice in values]
+    choices = [tunables for tunables in choices if spec.allows(dims, tunables, "fp16")]
+    assert len(choices) > len(spec.tunables)
+    compile_many([(Variant.of(spec, "fp16", dims, arch, tunables), arch) for tunables in choices])
+    for tunables in choices:
+        outputs = launch.run(spec, inputs, outputs=new_outputs(spec, "fp16", dims), tunables=tunables)
+        for out, reference in zip(outputs, exact, strict=True):
+            if out.is_floating_point():
+                distance = (out.double() - reference).abs().max()
+            else:
+                distance = (reference.amax(dim=-1) - reference.gather(-1, out[:, None])[:, 0]).max()
+            assert float(distance) <= 8 * ROUNDING["fp16"] * float(largest(reference)), tunables
 
 
 @pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
@@ -166,5 +165,5 @@ def test_bench_rows_are_whole() -> None:
         assert row["gpu"] == torch.cuda.get_device_name()
         assert 0 < row["percent_of_copy"] < 110
         assert row["us_p20"] <= row["us"] <= row["us_p80"]
-        assert row["gb_s"] == pytest.approx(LAYERNORM.bytes(row["dims"], "fp16") / row["us"] / 1e3, rel=0.01)
+        assert row["gb_s"] == pytest.approx(LAYERNORM.bytes(row["dims"], "fp16") / row["us"] / 1e3, rel=0.01, abs=0.06)
     assert set(DTYPE_BYTES) >= {row["dtype"] for row in rows}

@@ -83,8 +83,8 @@ def test_ptx_for_the_turing_path() -> None:
 
 def test_translation_unit_is_short_and_says_what_it_is() -> None:
     unit = variant(768).translation_unit()
-    assert unit.startswith("// layernorm fp16 columns=768 block=256 row_warps=1\n")
-    assert "warpline::layernorm<__half, 768, 256, 1>(x, weight, bias, y, rows, epsilon);" in unit
+    assert unit.startswith("// layernorm fp16 columns=768 block=128 row_warps=1\n")
+    assert "warpline::layernorm<__half, 768, 128, 1>(x, weight, bias, y, rows, epsilon);" in unit
     assert len(unit.splitlines()) <= 10
 
 

@@ -180,9 +180,7 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     if arch_number(arch) < 80:
         return choice(128, 128, 32, 2, 4, 2)
     tiles = -(-dims["rows"] // 128) * -(-dims["outputs"] // 192)
-    if tiles >= 512 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
-        return choice(128, 256, 64, 2, 4, 3)
-    if tiles >= 96 and arch_number(arch) in (80, 90, 100):
+    if tiles >= 96 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
         return choice(128, 192, 64, 2, 4, 3)
     return choice(64, 96, 64, 2, 2, 3)
 

@@ -72,7 +72,9 @@ def _row_warps(dims: Dims) -> int:
 
 
 def _row_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
-    return {"block": 256, "row_warps": _row_warps(dims)}
+    # Small blocks: a group of warps that is done makes room at once. 256 is 7 % slower at 1,600 columns.
+    row_warps = _row_warps(dims)
+    return {"block": max(128, row_warps * THREADS_PER_WARP), "row_warps": row_warps}
 
 
 def _one_row_per_group(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
@@ -87,7 +89,7 @@ def _flat(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
     return Launch(-(-vectors // (tunables["block"] * tunables["unroll"])), tunables["block"])
 
 
-_ROW_TUNABLES = {"block": (256, 128, 512, 1024), "row_warps": (1, 2, 4, 8)}
+_ROW_TUNABLES = {"block": (128, 256, 512, 1024), "row_warps": (1, 2, 4, 8)}
 _FLAT_TUNABLES = {"block": (256, 128, 512), "unroll": (4, 1, 2, 8)}
 _ODD = (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)
 
@@ -110,6 +112,7 @@ _row_op = functools.partial(
     constants=("columns",),
     tunables=_ROW_TUNABLES,
     default=_row_defaults,
+    allows=lambda _dims, tunables, _dtype: tunables["row_warps"] * THREADS_PER_WARP <= tunables["block"],
     launch=_one_row_per_group,
 )
 _flat_op = functools.partial(

@@ -47,10 +47,11 @@ def _head_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
 
 
 def _head_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-    """Long-lived blocks, two for each SM of a large GPU: each has to normalise the rows for itself first."""
+    """Long-lived blocks, about two for each SM of a large GPU: each has to normalise the rows for itself first."""
     tensor = dims["rows"] > 1 and dtype != "fp32" and dims["inputs"] % 8 == 0
-    repeat = 1 if dims["outputs"] <= 16384 else 3 if tensor else 6
-    return {"warps": 8 if tensor else 16, "outputs_each": 16 if tensor else 2, "unroll": 4, "repeat": repeat}
+    each, warps = (16, 8) if tensor else (2, 16 if dims["rows"] == 1 and dims["inputs"] <= 1024 else 8)
+    repeat = 1 if dims["outputs"] <= 16384 else {128: 3, 32: 6, 16: 12}[each * warps]
+    return {"warps": warps, "outputs_each": each, "unroll": 4, "repeat": repeat}
 
 
 def _head(rows: int, outputs: int, inputs: int) -> Dims:
