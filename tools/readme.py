@@ -58,7 +58,7 @@ def kernel_rows() -> str:
         for (kernel, dtype, shape, arch), row in sorted(newest.items(), key=lambda item: order.get(item[0][0], 99))
     ]
     origins = sorted({(row["gpu"], row["torch"], row["copy_gb_s"], row["time"][:10]) for row in newest.values()})
-    peaks = sorted({(row["dtype"], row["peak_tflop_s"]) for row in newest.values()})
+    peaks = sorted({(row["dtype"], row["peak_tflop_s"]) for row in newest.values() if row["arch"].startswith("sm_")})
     notes = [f"{gpu}, torch {torch}, copy {copy:,.0f} GB/s, {day}." for gpu, torch, copy, day in origins]
     notes += ["Large products: " + ", ".join(f"{dtype} {peak:,.0f} TFLOP/s" for dtype, peak in peaks) + "."]
     titles = ["kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "of the roof", "torch µs", "speed-up"]

@@ -9,7 +9,6 @@ import pytest
 
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import rows
-from warpline.errors import ConfigError
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -23,6 +22,7 @@ def test_results_say_where_they_come_from(path: Path) -> None:
         row = json.loads(line)
         assert row["schema"] <= rows.SCHEMA
         assert len(row["commit"]) == 40
+        assert not row["dirty"]
         assert len(row["source"]) == 16
         assert row["gpu"]
         assert row["time"]
@@ -36,16 +36,31 @@ def test_rows_are_appended_and_never_replaced(tmp_path: Path) -> None:
 
 
 def test_rows_measured_elsewhere_get_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A repository with two commits: rows of either's code are given it, others are left alone."""
+    package = tmp_path / "src" / "warpline"
+    (package / "bench").mkdir(parents=True)
+    monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
+    rows._run("init", "-q")
+    digests, commits = [], []
+    for text in ("first", "second"):
+        (package / "bench" / "rows.py").write_text(text)
+        rows._run("add", "-A")
+        rows._run("-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", text)
+        digests.append(rows.source_digest())
+        commits.append(rows._git("rev-parse", "HEAD"))
+    (package / "bench" / "rows.py").write_text("third, not committed")
+    found = [
+        {"commit": None, "source": digests[0]},
+        {"commit": "a" * 40, "dirty": True, "source": digests[1]},
+        {"commit": None, "source": rows.source_digest()},
+        {"commit": "a" * 40, "dirty": False, "source": digests[0]},
+    ]
     path = tmp_path / "kernels.jsonl"
-    ours, other = rows.source_digest(), "0" * 16
-    found = [{"commit": None, "source": ours}, {"commit": None, "source": other}, {"commit": "a" * 40, "source": ours}]
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    monkeypatch.setattr(rows, "_git", lambda *words: "b" * 40 if words[0] == "rev-parse" else " M src/x.py")
-    with pytest.raises(ConfigError, match="committed"):
-        rows.stamp(path)
-    monkeypatch.setattr(rows, "_git", lambda *words: "b" * 40 if words[0] == "rev-parse" else "")
-    assert (rows.stamp(path), rows.stamp(path)) == (1, 0)
-    assert [json.loads(line)["commit"] for line in path.read_text().splitlines()] == ["b" * 40, None, "a" * 40]
+    assert (rows.stamp(path), rows.stamp(path)) == (2, 0)
+    stamped = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["commit"] for row in stamped] == [commits[0], commits[1], None, "a" * 40]
+    assert not stamped[1]["dirty"]
 
 
 def test_digest_follows_the_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

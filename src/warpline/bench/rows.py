@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import io
 import json
 import re
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +39,60 @@ def provenance() -> dict[str, Any]:
 
 
 def source_digest() -> str:
-    """Digest of the package's code: says what was measured even where there is no checkout to ask for a commit."""
+    """Digest of the package's code: says what was measured, whether or not it was committed where it was measured."""
     root = Path(__file__).parents[1]
+    return _digest({str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()})
+
+
+def _digest(files: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cuh", ".cu")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in sorted((name for name in files if name.endswith((".py", ".cuh", ".cu"))), key=Path):
+        digest.update(name.encode() + b"\0" + files[name] + b"\0")
     return digest.hexdigest()[:16]
 
 
 def stamp(path: Path) -> int:
-    """Fill in the commit of rows measured elsewhere from exactly this clean checkout; return how many."""
+    """Rows measured from code that was not committed there get the commit that has exactly this code; return how many.
+
+    A row whose code is in no commit of this history stays as it is.
+    """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    ours = [row for row in rows if row["commit"] is None and row["source"] == source_digest()]
-    if not ours:
-        return 0
-    commit = _git("rev-parse", "HEAD")
-    if commit is None or _git("status", "--porcelain", "--", "src"):
-        raise ConfigError("rows can only be stamped in a checkout whose src/ is committed")
-    for row in ours:
-        row["commit"] = commit
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return len(ours)
+    waiting = [row for row in rows if row["commit"] is None or row.get("dirty")]
+    commits = _commits({row["source"] for row in waiting})
+    found = [row for row in waiting if row["source"] in commits]
+    for row in found:
+        row |= {"commit": commits[row["source"]], "dirty": False}
+    if found:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return len(found)
+
+
+def _commits(digests: set[str]) -> dict[str, str]:
+    """The newest commit for each digest, as far as there is one among the last hundred that changed the package."""
+    found: dict[str, str] = {}
+    package = f"src/{Path(__file__).parents[1].name}"
+    history = _git("rev-list", "--max-count=100", "HEAD", "--", package) if digests else None
+    for commit in (history or "").split():
+        with tarfile.open(fileobj=io.BytesIO(_run("archive", commit, package))) as archive:
+            files = {member.name: archive.extractfile(member) for member in archive if member.isfile()}
+            digest = _digest({name.removeprefix(f"{package}/"): file.read() for name, file in files.items() if file})
+        found.setdefault(digest, commit)
+        if digests <= found.keys():
+            break
+    return found
 
 
 def _git(*arguments: str) -> str | None:
     """What git says of the source tree, or None where this is no checkout."""
-    command = ["git", "-C", str(Path(__file__).parents[3]), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
+        return _run(*arguments).decode().strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _run(*arguments: str) -> bytes:
+    command = ["git", "-C", str(Path(__file__).parents[3]), *arguments]
+    return subprocess.run(command, capture_output=True, check=True).stdout
 
 
 def append(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
