@@ -46,7 +46,7 @@ def kernels(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    _print_table(("kernel", "what it does", "dtypes", "source"), [
+    print_table(("kernel", "what it does", "dtypes", "source"), [
         (row["name"], row["summary"], " ".join(row["dtypes"]), row["source"]) for row in rows
     ])  # fmt: skip
 
@@ -87,7 +87,7 @@ def compile_(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    _print_table(("kernel", "arch", "registers", "shared B", "spilled B", "compiled in"), [
+    print_table(("kernel", "arch", "registers", "shared B", "spilled B", "compiled in"), [
         (
             row["kernel"],
             row["arch"],
@@ -130,7 +130,7 @@ def bench_(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    _print_table(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "bound", "% of roof", "torch µs", "speed-up"), [
+    print_table(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "bound", "% of roof", "torch µs", "speed-up"), [
         (
             row["kernel"],
             row["dtype"],
@@ -147,11 +147,15 @@ def bench_(
     ])  # fmt: skip
 
 
-def _print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """As wide as the terminal, or as it needs to be where there is none."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*titles, box=None, header_style="bold")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)

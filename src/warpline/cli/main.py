@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpline import __version__
-from warpline.cli import doctor, export, generate, kernels, models
+from warpline.cli import bench, doctor, export, generate, kernels, models
 from warpline.errors import WarplineError
 
 BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("models")(models.models)
 app.command("export")(export.export)
+app.command("bench")(bench.bench)
 app.add_typer(kernels.app, name="kernels")
 app.command("doctor")(doctor.doctor)
 

@@ -134,6 +134,10 @@ class Tokenizer:
         """The bytes of a token, or None if this tokenizer does not work on bytes."""
         return None if self._bytes is None else self._bytes[token]
 
+    def piece(self, token: int) -> str:
+        """The token's name in the vocabulary, which is how some engines want to be given it."""
+        return str(self._backend.id_to_token(token))
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and, for a BPE, the vocab.json and merges.txt that older readers want."""
         self._backend.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,104 @@
+"""Pictures of rows: tokens per second as bars, and time per token against context. Needs matplotlib (extra `plot`)."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpline.bench.report import Row, as_case, grouped
+from warpline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OURS, OTHERS = "#c2410c", "#64748b"
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("charts need matplotlib: pip install 'warpline[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _is_ours(method: str) -> bool:
+    from warpline.bench.methods.names import METHODS
+
+    return METHODS[method].startswith("ours:") and not method.startswith("naive")
+
+
+def bars(rows: Sequence[Row]) -> Figure:
+    """Tokens per second of every method of one case, the limit as a line."""
+    timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
+    figure = _figure(8, 1.2 + 0.42 * len(timed))
+    axes = figure.subplots()
+    values = [row["tokens_per_second"] for row in timed]
+    names = [row["title"] for row in timed]
+    drawn = axes.barh(names, values, color=[OURS if _is_ours(row["method"]) else OTHERS for row in timed])
+    axes.bar_label(drawn, labels=[f" {value:,.0f}" for value in values])
+    axes.margins(x=0.12)
+    axes.set_xlabel("tokens per second")
+    axes.set_title(f"{as_case(rows[0]).label}\n{rows[0]['device']}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def against_context(rows: Sequence[Row]) -> Figure:
+    """Time per token over the length of the context, a line per method."""
+    figure = _figure(8, 4.5)
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        points = [(row["prompt"] + row["new"] / 2, row["us_per_token"]) for row in rows if row["method"] == method]
+        xs, ys = zip(*sorted(points), strict=True)
+        axes.plot(xs, ys, marker="o", label=method, linewidth=2.5 if _is_ours(method) else 1.3)
+    axes.set_yscale("log")
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel("µs per token")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncols=2)
+    axes.set_title(f"{rows[0]['model']} {rows[0]['dtype']}, batch {rows[0]['batch']}, {rows[0]['device']}", fontsize=10)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """The picture's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def charts(rows: Sequence[Row]) -> dict[str, bytes]:
+    """Every picture the rows allow, by name: bars for each case, a line chart for decoding at several contexts."""
+    pictures: dict[str, bytes] = {}
+    for group in grouped(rows).values():
+        if any(row["status"] == "ok" and "seconds" in row for row in group):
+            first = group[0]
+            shape = f"{first['batch']}x{first['prompt']}+{first['new']}"
+            pictures[_slug(f"{first['workload']} {first['model']} {first['dtype']} {shape}")] = png(bars(group))
+    lines: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "decode" and "us_per_token" in row:
+            lines.setdefault((row["model"], row["dtype"], row["batch"]), []).append(row)
+    for (model, dtype, batch), group in lines.items():
+        if len({row["prompt"] for row in group}) > 1:
+            pictures[_slug(f"context {model} {dtype} {batch}")] = png(against_context(group))
+    return pictures
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", name)
+
+
+def save(pictures: dict[str, bytes], folder: Path) -> list[Path]:
+    """Write them as PNG files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in pictures.items():
+            (folder / f"{name}.png").write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
+    return [folder / f"{name}.png" for name in pictures]

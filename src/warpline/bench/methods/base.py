@@ -1,0 +1,56 @@
+"""What a method is: built from weights for one case, then asked for tokens and for logits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from warpline.bench.workloads import Case
+from warpline.model.weights import Weights
+
+
+class Method(ABC):
+    """Greedy generation with given weights. Calls may return before the device has finished."""
+
+    #: Name of what it is, for people.
+    title: str
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    windows: bool = False  # whether it knows sliding windows
+    #: Whether it computes what the weights say; if not, how many tokens agree is reported instead of required.
+    exact: bool = True
+    #: How often to run before time counts: what compiles needs more.
+    warm_up: int = 2
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        self.weights, self.case, self.device = weights, case, device
+
+    @classmethod
+    def obstacle(cls, case: Case, device: torch.device) -> str | None:
+        """Why it cannot run this case here, if it cannot: a missing package, a dtype, a device."""
+        if device.type not in cls.devices:
+            return f"runs on {' and '.join(cls.devices)} only"
+        if case.dtype not in cls.dtypes:
+            return f"has no {case.dtype}"
+        if case.window is not None and not cls.windows:
+            return "knows no sliding window"
+        return cls.missing()
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What is not installed, if something is not."""
+        return None
+
+    @abstractmethod
+    def generate(self, prompts: Tensor, new: int) -> Tensor:
+        """`new` tokens [B, new] behind `prompts` [B, P], never ending early."""
+
+    @abstractmethod
+    def logits(self, prompts: Tensor) -> Tensor:
+        """Logits [B, V] of the token behind `prompts`: the prefill."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        del self.weights

@@ -1,0 +1,94 @@
+"""Hugging Face transformers, with its own `generate`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from warpline.bench.methods.base import Method
+from warpline.bench.workloads import Case
+from warpline.model.weights import Weights, checkpoint
+
+
+class _Transformers(Method):
+    attention: str
+    cache: str | None = None  # what generate calls cache_implementation
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """The extra `hf`."""
+        if importlib.util.find_spec("transformers") is None:
+            return "transformers is not installed: pip install 'warpline[hf]'"
+        return None
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(**weights.config.to_hf())
+        with torch.device("meta"):
+            model = GPT2LMHeadModel._from_config(config, attn_implementation=self.attention)
+        state = checkpoint(weights)
+        state.setdefault("lm_head.weight", weights.tensors["wte.weight"])
+        missing, _ = model.load_state_dict(state, strict=False, assign=True)
+        if missing:
+            raise RuntimeError(f"transformers wants parameters that are not there: {', '.join(missing[:3])}")
+        for module in model.modules():  # buffers that are no parameters were made on no device
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    size = buffer.shape[-1]
+                    made = torch.ones(size, size, dtype=torch.bool, device=device).tril().view(buffer.shape)
+                    module.register_buffer(name, made.to(buffer.dtype), persistent=False)
+        self.model = model.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, new: int) -> Tensor:
+        """Greedy, to the full length."""
+        out: Tensor = self.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            cache_implementation=self.cache,
+        )
+        return out[:, prompts.shape[1] :]
+
+    @torch.no_grad()
+    def logits(self, prompts: Tensor) -> Tensor:
+        """With the cache filled, as generate would."""
+        result: Tensor = self.model(prompts, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return result
+
+    def close(self) -> None:
+        """The model holds copies."""
+        super().close()
+        del self.model
+
+
+class Eager(_Transformers):
+    """Attention in plain operators."""
+
+    title = "transformers, eager attention"
+    attention = "eager"
+
+
+class Sdpa(_Transformers):
+    """Its default."""
+
+    title = "transformers, SDPA"
+    attention = "sdpa"
+
+
+class StaticCompiled(_Transformers):
+    """Static cache, which makes its generate compile the forward pass."""
+
+    title = "transformers, static cache and compile"
+    attention = "sdpa"
+    devices = ("cuda",)
+    cache = "static"
+    warm_up = 4

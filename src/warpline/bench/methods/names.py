@@ -1,0 +1,19 @@
+"""The names of the methods, for whoever must not wait for torch."""
+
+from __future__ import annotations
+
+#: Every method and its home; loaded when chosen. The first is what the others are compared with.
+METHODS = {
+    "naive": "ours:Naive",
+    "naive-compile": "ours:NaiveCompiled",
+    "torch": "ours:OnTorch",
+    "torch-compile": "ours:OnTorchCompiled",
+    "hf-eager": "hf:Eager",
+    "hf-sdpa": "hf:Sdpa",
+    "hf-static-compile": "hf:StaticCompiled",
+    "static-kv": "static_kv:StaticKV",
+    "static-kv-graph": "static_kv:StaticKVGraph",
+    "static-kv-compile": "static_kv:StaticKVCompiled",
+    "ctranslate2": "ct2:CTranslate2",
+    "ctranslate2-int8": "ct2:CTranslate2Int8",
+}

@@ -1,0 +1,117 @@
+"""The readable model and our executors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpline.bench.methods.base import Method
+from warpline.bench.workloads import Case
+from warpline.config import SamplingParams
+from warpline.engine import executor as executors
+from warpline.engine.state import Request, State
+from warpline.engine.torch_exec import TorchExecutor
+from warpline.model.gpt2 import GPT2
+from warpline.model.weights import Weights
+
+
+def _windowed(weights: Weights, window: int | None) -> Weights:
+    return weights if window is None else replace(weights, config=replace(weights.config, window=window))
+
+
+class Naive(Method):
+    """The whole text through the model again for every token, attention step by step, as the textbook has it."""
+
+    title = "naive PyTorch, no KV cache"
+    windows = True
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        weights = _windowed(weights, case.window)
+        with torch.device("meta"):
+            model = GPT2(weights.config, naive=True)
+        model.load_state_dict(weights.tensors, assign=True)
+        self.model: Any = model.requires_grad_(False).eval()
+
+    @torch.inference_mode()
+    def generate(self, prompts: Tensor, new: int) -> Tensor:
+        """Grow the text token by token."""
+        text = prompts
+        for _ in range(new):
+            text = torch.cat((text, self.logits(text).argmax(dim=-1, keepdim=True)), dim=1)
+        return text[:, prompts.shape[1] :]
+
+    @torch.inference_mode()
+    def logits(self, prompts: Tensor) -> Tensor:
+        """Of the last position; the model computes them all."""
+        result: Tensor = self.model(prompts)[:, -1]
+        return result
+
+
+class NaiveCompiled(Naive):
+    """The same under torch.compile, which is told that lengths change."""
+
+    title = "naive PyTorch, torch.compile"
+    warm_up = 3
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        self.model = torch.compile(self.model, dynamic=True)
+
+
+class _OnExecutor(Method):
+    """One of our executors, without tokenizer and stop texts."""
+
+    executor: str
+    windows = True
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        self._executor = executors.create(self.executor, _windowed(weights, case.window), device, case.dtype)
+        self._state: State | None = None
+
+    def generate(self, prompts: Tensor, new: int) -> Tensor:
+        """Prefill and decode in one state, kept for the next time."""
+        batch, length = prompts.shape
+        if self._state is None:
+            capacity = min(self.case.prompt + max(self.case.new, 1), self.weights.config.n_positions)
+            self._state = self._executor.allocate(self.case.batch, capacity)
+        state = self._state
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        rows = prompts.tolist()
+        state.begin([Request(row, params, 0, i, length + new) for i, row in enumerate(rows)])
+        self._executor.prefill(state)
+        if new > 1:
+            self._executor.decode(state, new - 1)
+        return state.tokens[:batch, length : length + new]
+
+
+class OnTorch(_OnExecutor):
+    """The torch executor: the readable model with a KV cache."""
+
+    title = "warpline torch executor"
+    executor = "torch"
+
+    @torch.inference_mode()
+    def logits(self, prompts: Tensor) -> Tensor:
+        """Through the same model."""
+        assert isinstance(self._executor, TorchExecutor)
+        last = prompts.new_full((len(prompts),), prompts.shape[1] - 1)
+        with self._executor._chosen_kernels():
+            result: Tensor = self._executor.model(prompts, last=last)
+        return result
+
+
+class OnTorchCompiled(OnTorch):
+    """The same under torch.compile."""
+
+    title = "warpline torch executor, torch.compile"
+    warm_up = 3
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        assert isinstance(self._executor, TorchExecutor)
+        self._executor.model = torch.compile(self._executor.model, dynamic=True)  # type: ignore[assignment]

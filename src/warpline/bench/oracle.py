@@ -1,0 +1,56 @@
+"""Whether a method's tokens are right: judged by the readable model in float32, on the method's own text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpline.model.gpt2 import GPT2
+from warpline.model.weights import Weights
+
+#: Half a unit in the last place of each storage type.
+ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
+#: Rows that are judged at most; all rows of a batch run through the same kernels.
+ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a method's tokens compare with the likeliest ones."""
+
+    agreeing: float  # share of tokens that are the oracle's likeliest, each behind the method's own text
+    worst: float  # largest deficit of a chosen token's logit, in standard deviations of the logits
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """Whether every token is the likeliest, as far as the dtype can tell."""
+        return self.worst <= self.allowed
+
+
+class Oracle:
+    """The weights in float32 in the readable model."""
+
+    def __init__(self, weights: Weights):
+        with torch.device("meta"):
+            self.model = GPT2(weights.config)
+        tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
+        self.model.load_state_dict(tensors, assign=True)
+        self.model.requires_grad_(False).eval()
+        self.layers = weights.config.n_layer
+
+    @torch.inference_mode()
+    def judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:
+        """A token is right if no other is likelier by more than rounding explains: about four roundings a layer,
+        adding up like a random walk, relative to the spread of the logits; eight times that is allowed."""
+        prompts, tokens = prompts[:ROWS], tokens[:ROWS].to(prompts.device)
+        text = torch.cat((prompts, tokens[:, :-1]), dim=1)
+        logits = self.model(text)[:, prompts.shape[1] - 1 :]  # [B, new, V]
+        best = logits.max(dim=-1)
+        taken = logits.gather(-1, tokens[..., None])[..., 0]
+        deficit = (best.values - taken) / logits.std(dim=-1)
+        allowed = 8 * ROUNDING[dtype] * (4 * self.layers) ** 0.5 * 2  # two logits are compared
+        same = (best.indices == tokens).float().mean()
+        return Verdict(float(same), float(deficit.max()), allowed)

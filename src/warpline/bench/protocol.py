@@ -1,0 +1,83 @@
+"""How generations are timed: warm-up, then repetitions of all methods in turn, each synchronised at both ends.
+
+Machines drift: clocks, neighbours, temperature. Methods that take turns share the drift, so that their ratios hold;
+absolute times are only comparable within one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of some repetitions."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.seconds)
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return statistics.fmean(self.seconds)
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of one repetition; 0 where there is one only."""
+        return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
+
+    def percentile(self, share: float) -> float:
+        """The repetition below which this share lies."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds of one call, the device idle before and after."""
+    _synchronise(device)
+    start = time.perf_counter()
+    call()
+    _synchronise(device)
+    return time.perf_counter() - start
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repetitions: int,
+    budget_seconds: float,
+    least: int = 3,
+) -> Iterator[tuple[str, float]]:
+    """(name, seconds) of every call in turn: `repetitions` rounds, or fewer where the budget ends, at least `least`.
+
+    Every other round goes backwards, so that nobody always runs behind the same neighbour.
+    """
+    start = time.perf_counter()
+    for turn in range(repetitions):
+        if turn >= least and time.perf_counter() - start > budget_seconds:
+            return
+        names = list(calls)[:: 1 if turn % 2 == 0 else -1]
+        for name in names:
+            yield name, timed(calls[name], device)
+
+
+def collect(pairs: Iterator[tuple[str, float]]) -> dict[str, Sample]:
+    """The samples by name."""
+    ordered = sorted(pairs, key=lambda pair: pair[0])
+    return {n: Sample(tuple(s for _, s in group)) for n, group in itertools.groupby(ordered, key=lambda pair: pair[0])}
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,131 @@
+"""Rows become tables: a card of limits, the table of methods, Markdown and CSV. Knows no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from warpline.bench.workloads import Case
+from warpline.config import ModelConfig
+from warpline.model import cost
+
+Row = dict[str, Any]
+#: What makes two rows one comparison.
+CASE = ("workload", "kind", "model", "dtype", "batch", "prompt", "new", "window")
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """The case a row belongs to."""
+    return tuple(row[name] for name in CASE)
+
+
+def as_case(row: Row) -> Case:
+    """The case of a row."""
+    return Case(**{name: row[name] for name in CASE})
+
+
+def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows by case, both in order of appearance."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, str]]:
+    """What the machine could do at best: the bytes of a decode step over the bandwidth measured now."""
+    context = case.prompt + case.new // 2
+    moved = cost.total_bytes(cost.decode(config, case.dtype, batch=case.batch, context=context))
+    seconds = moved / read_gb_s / 1e9
+    return [
+        ("model", f"{case.model}, {case.dtype}: {cost.weight_bytes(config, case.dtype) / 1e6:,.1f} MB of weights"),
+        ("KV cache", f"{cost.kv_bytes_per_position(config, case.dtype):,} bytes per position and sequence"),
+        ("a token reads", f"{moved / 1e6:,.1f} MB, at batch {case.batch} and context {context}"),
+        ("memory reads", f"{read_gb_s:,.0f} GB/s, measured in this run"),
+        ("so at best", f"{1e6 * seconds:,.1f} µs per step, {case.batch / seconds:,.0f} tokens/s"),
+    ]
+
+
+#: Columns of the table: title, and what to show of a row beside the slowest-first baseline.
+TITLES = ("method", "mean (σ) s", "tok/s", "reduction", "speed-up", "µs/token", "GB/s", "% of limit", "first token ms")
+
+
+def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
+    """One line of the table; what a row does not have is left empty."""
+    if "peak_bytes" in row:
+        return (row["method"], f"{row['peak_bytes'] / 1e6:,.0f} MB at most", *[""] * (len(TITLES) - 2))
+    if "cold_seconds" in row:
+        text = f"cold {row['cold_seconds']:.2f} s, warm {row['warm_seconds']:.2f} s"
+        return (row["method"], text, *[""] * (len(TITLES) - 2))
+    reduction = speed_up = ""
+    if baseline is not None and row is not baseline:
+        share = row["seconds_mean"] / baseline["seconds_mean"]
+        reduction, speed_up = f"{100 * (1 - share):.2f} %", f"{1 / share:.2f}×"
+    return (
+        row["method"] + ("" if row["agreeing"] > 0.98 else f" ({100 * row['agreeing']:.0f} % same)"),
+        f"{row['seconds_mean']:.4f} ({row['seconds_sigma']:.4f})",
+        f"{row['tokens_per_second']:,.2f}",
+        reduction,
+        speed_up,
+        _optional(row, "us_per_token", ",.1f"),
+        _optional(row, "gb_s", ",.1f"),
+        _optional(row, "percent_of_limit", ".1f"),
+        f"{1e3 * row['first_token_seconds']:,.2f}" if "first_token_seconds" in row else "",
+    )
+
+
+def _optional(row: Row, name: str, form: str) -> str:
+    return format(row[name], form) if name in row else ""
+
+
+def baseline(rows: Sequence[Row]) -> Row | None:
+    """What the others are compared with: the first method that was measured."""
+    return next((row for row in rows if row["status"] == "ok" and "seconds_mean" in row), None)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table per case, and who is not in it."""
+    parts = []
+    for group in grouped(rows).values():
+        lines = [TITLES, ["---"] * len(TITLES), *table(group)]
+        drawn = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        parts.append(f"**{as_case(group[0]).label}**\n\n{drawn}")
+        parts += ["Not measured: " + "; ".join(absent(group)) + "."] if absent(group) else []
+    return "\n\n".join(parts)
+
+
+def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The lines of what was measured, of one case."""
+    first = baseline(rows)
+    return [cells(row, first) for row in rows if row["status"] == "ok"]
+
+
+def absent(rows: Sequence[Row]) -> list[str]:
+    """Who was not measured, and why."""
+    return [f"{row['method']} ({row['status']}: {row['why']})" for row in rows if row["status"] != "ok"]
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Every row with every field that any of them has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def losses(rows: Sequence[Row], ours: str) -> list[str]:
+    """Where a peer is ahead of our method, a sentence for each case."""
+    sentences = []
+    for group in grouped(rows).values():
+        timed = {row["method"]: row for row in group if row["status"] == "ok" and "seconds" in row}
+        if ours not in timed:
+            continue
+        best = min(timed.values(), key=lambda row: row["seconds"])
+        if best["method"] != ours:
+            share = timed[ours]["seconds"] / best["seconds"]
+            sentences.append(f"{as_case(best).label}: {best['method']} is {share:.2f}× as fast as {ours}.")
+    return sentences

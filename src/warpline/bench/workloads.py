@@ -1,0 +1,112 @@
+"""What is measured: named workloads, and their sweep over models, dtypes and shapes. Knows no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from warpline.config import ModelConfig
+from warpline.errors import ConfigError, one_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to measure. `kind` says what: a whole generation, its decode steps alone, the prompt alone, or a new
+    process (to its first token, or at its peak of memory)."""
+
+    workload: str
+    kind: str
+    model: str
+    dtype: str
+    batch: int = 1
+    prompt: int = 16
+    new: int = 100
+    window: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For people: "reference, random:gpt2 fp16, 1 × (16 + 100)"."""
+        tokens = f"{self.prompt}" if self.kind == "prefill" else f"({self.prompt} + {self.new})"
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.workload}, {self.model} {self.dtype}, {self.batch} × {tokens}{window}"
+
+    def obstacle(self, config: ModelConfig) -> str | None:
+        """Why the model cannot do this, if it cannot."""
+        length = self.prompt if self.kind == "prefill" else self.prompt + self.new
+        if length > config.n_positions:
+            return f"{length:,} positions are more than the model's {config.n_positions:,}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A name for some shapes: lists of batch, prompt and new tokens, gone through together."""
+
+    name: str
+    summary: str
+    kind: str = "generate"
+    shapes: tuple[tuple[int, int, int], ...]  # (batch, prompt, new)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(name="reference", summary="prompt 16, 100 new tokens, batch 1", shapes=((1, 16, 100),)),
+        Workload(
+            name="decode",
+            summary="128 tokens behind contexts of several lengths, the prompt's time left out",
+            kind="decode",
+            shapes=tuple((1, depth, 128) for depth in (16, 256, 512, 768, 896)),
+        ),
+        Workload(name="long", summary="900 tokens into a context of 1,024", shapes=((1, 124, 900),)),
+        Workload(
+            name="prefill",
+            summary="the prompt alone",
+            kind="prefill",
+            shapes=((1, 128, 0), (1, 1024, 0), (16, 1024, 0)),
+        ),
+        Workload(name="batch", summary="8, 64 and 256 sequences", shapes=tuple((b, 16, 100) for b in (8, 64, 256))),
+        Workload(
+            name="coldstart",
+            summary="a new process to its first token, with what it keeps on disk cold and warm",
+            kind="coldstart",
+            shapes=((1, 16, 1),),
+        ),
+        Workload(name="memory", summary="peak memory of a process", kind="memory", shapes=((1, 16, 100),)),
+    )
+}
+
+
+def cases(
+    names: Sequence[str],
+    *,
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    batches: Sequence[int] = (),
+    prompts: Sequence[int] = (),
+    new: Sequence[int] = (),
+    windows: Sequence[int | None] = (None,),
+) -> list[Case]:
+    """The sweep: each workload's shapes, with what is given in place of its own, for every model, dtype and window."""
+    for what, values in (("batch", batches), ("prompt", prompts), ("new tokens", new)):
+        if any(value < 1 for value in values):
+            raise ConfigError(f"{what} must be at least 1, not {min(values)}")
+    found: dict[Case, None] = {}
+    for name in names:
+        workload = WORKLOADS[one_of(name, WORKLOADS, "workload")]
+        for shape, model, dtype, window in itertools.product(workload.shapes, models, dtypes, windows):
+            batch, prompt, count = shape
+            for b, p, n in itertools.product(batches or (batch,), prompts or (prompt,), new or (count,)):
+                case = Case(
+                    workload=name,
+                    kind=workload.kind,
+                    model=model,
+                    dtype=dtype,
+                    batch=b,
+                    prompt=p,
+                    new=0 if workload.kind == "prefill" else n,
+                    window=window,
+                )
+                found[case] = None
+    return list(found)

@@ -1,0 +1,217 @@
+"""`warpline bench`: generation methods side by side, in one run; `warpline bench compare A B`: two runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from warpline.bench.methods.names import METHODS
+from warpline.bench.workloads import WORKLOADS, Case, cases
+from warpline.config import DTYPE_BYTES, EngineConfig
+from warpline.errors import ConfigError, one_of
+
+if TYPE_CHECKING:
+    from warpline.bench.run import Settings
+
+_HELP = "Separated by commas, several make a sweep."
+
+
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WORKLOAD]… | compare A B",
+            help=f"Of {', '.join(WORKLOADS)}; reference if none is given. Or two results to compare.",
+        ),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help=f"All unless given. {_HELP}")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", help="random:gpt2 on a GPU, stories on a CPU; can be repeated for a sweep."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"fp16 on a GPU, fp32 on a CPU. {_HELP}")] = None,
+    batch: Annotated[str | None, typer.Option(help=f"Sequences, instead of the workload's. {_HELP}")] = None,
+    prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
+    new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
+    window: Annotated[str | None, typer.Option(help=f"Sliding windows. {_HELP}")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    repetitions: Annotated[int, typer.Option(min=1, help="Rounds in which the methods take turns.")] = 10,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds a case may take beyond three rounds.")] = 20.0,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds a generation may take, or it is skipped.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
+    md: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with tables and charts.")] = None,
+    charts: Annotated[Path | None, typer.Option(help="Write the charts as PNG into this folder.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
+) -> None:
+    """Measure ways to generate text with the same weights. The last line of the output is one JSON object."""
+    if words and words[0] == "compare":
+        _compare(words[1:], as_json)
+        return
+    methods = [one_of(name, METHODS, "method") for name in _list(method) or METHODS]
+    EngineConfig(device=device)
+    for name in words or ():
+        one_of(name, WORKLOADS, "workload")
+    dtypes = [one_of(name, DTYPE_BYTES, "dtype") for name in _list(dtype)]
+
+    import torch
+
+    from warpline.bench.run import Settings
+
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    on_gpu = target.startswith("cuda")
+    wanted = cases(
+        words or ["reference"],
+        models=model or ["random:gpt2" if on_gpu else "stories"],
+        dtypes=dtypes or ["fp16" if on_gpu else "fp32"],
+        batches=_numbers("batch", batch),
+        prompts=_numbers("prompt", prompt),
+        new=_numbers("new", new),
+        windows=_numbers("window", window) or (None,),
+    )
+    settings = Settings(target, repetitions, budget, patience)
+    rows = _run(wanted, methods, settings, quiet=as_json)
+    _write(rows, csv=csv, md=md, html=html, charts=charts, save=save)
+    typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
+
+
+def _run(wanted: list[Case], methods: list[str], settings: Settings, *, quiet: bool) -> list[dict[str, Any]]:
+    """The rows; interrupted, those that are finished."""
+    from warpline.bench.report import card
+    from warpline.bench.run import Bench
+    from warpline.progress import progress
+
+    bench = Bench(settings)
+    bench.prepare()
+    rows: list[dict[str, Any]] = []
+    shown: set[tuple[str, str]] = set()
+    with progress("Measuring", len(wanted) * len(methods)) as advance:
+        try:
+            for case in wanted:
+                if not quiet and (case.model, case.dtype) not in shown:
+                    shown.add((case.model, case.dtype))
+                    _print_card(card(bench.load(case).config, case, bench.origin["read_gb_s"]))
+                found = list(bench.run([case], methods, advance))
+                rows += found
+                if not quiet:
+                    _print_case(found)
+        except KeyboardInterrupt:
+            typer.echo("interrupted: what is finished is kept", err=True)
+    if not rows:
+        raise ConfigError("nothing was measured")
+    return rows
+
+
+def _write(
+    rows: list[dict[str, Any]],
+    *,
+    csv: Path | None,
+    md: Path | None,
+    html: Path | None,
+    charts: Path | None,
+    save: Path | None,
+) -> None:
+    from warpline.bench import report
+
+    if save is not None:
+        from warpline.bench.rows import append
+
+        append(save, "bench", rows)
+    if csv is not None:
+        _write_text(csv, report.as_csv(rows))
+    if md is not None:
+        _write_text(md, report.markdown(rows) + "\n")
+    if charts is not None or html is not None:
+        from warpline.bench import charts as drawing
+
+        pictures = drawing.charts(rows)
+        if charts is not None:
+            drawing.save(pictures, charts)
+        if html is not None:
+            from warpline.bench.page import page
+
+            _write_text(html, page(rows, pictures))
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest of each case, and what the machine was."""
+    from warpline.bench.report import as_case, grouped
+
+    best = []
+    for group in grouped(rows).values():
+        timed = [row for row in group if row["status"] == "ok" and "seconds" in row]
+        if timed:
+            row = min(timed, key=lambda row: row["seconds"])
+            names = ("method", "seconds", "tokens_per_second", "us_per_token", "percent_of_limit")
+            best.append({"case": as_case(row).label, **{name: row[name] for name in names if name in row}})
+    return {"device": rows[0]["device"], "read_gb_s": rows[0]["read_gb_s"], "rows": len(rows), "best": best}
+
+
+def _compare(words: list[str], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from warpline.bench.compare import compare, read
+
+    if len(words) != 2:
+        raise ConfigError("two results are compared: warpline bench compare A.jsonl B.jsonl")
+    found = compare(read(Path(words[0])), read(Path(words[1])))
+    if as_json:
+        rows = [{**asdict(one), "ratio": one.ratio, "verdict": one.verdict} for one in found]
+        typer.echo(json.dumps({"differences": rows}))
+        return
+    _print_table(("case", "method", "before s", "after s", "ratio", "±", "verdict"), [
+        (
+            one.case,
+            one.method,
+            f"{one.before:.4f}",
+            f"{one.after:.4f}",
+            f"{one.ratio:.3f}",
+            f"{one.uncertainty:.3f}",
+            one.verdict,
+        )
+        for one in found
+    ])  # fmt: skip
+
+
+def _print_card(lines: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in lines)
+    typer.echo("\n".join(f"{name:<{width}}  {text}" for name, text in lines) + "\n")
+
+
+def _print_case(rows: list[dict[str, Any]]) -> None:
+    from warpline.bench.report import TITLES, absent, as_case, table
+
+    typer.echo(as_case(rows[0]).label)
+    lines = table(rows)
+    if lines:
+        used = [i for i in range(len(TITLES)) if any(line[i] for line in lines)]
+        _print_table(tuple(TITLES[i] for i in used), [tuple(line[i] for i in used) for line in lines])
+    typer.echo("".join(f"not measured: {who}\n" for who in absent(rows)))
+
+
+def _print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from warpline.cli.kernels import print_table
+
+    print_table(titles, rows)
+
+
+def _list(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()] if text else []
+
+
+def _numbers(name: str, text: str | None) -> list[int]:
+    parts = _list(text)
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--{name} takes whole numbers, separated by commas, not '{text}'")
+    return [int(part) for part in parts]
