@@ -182,11 +182,17 @@ def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["hf-sdpa"]["why"] == "RuntimeError: no luck"
 
 
-def test_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience() -> None:
     bench = Bench(Settings("cpu", repetitions=3, patience_seconds=1e-6), {"read_gb_s": 10.0})
     (row,) = bench.run([case()], ["naive"], lambda _: None)
     assert row["status"] == "skipped"
     assert "--patience" in row["why"]
+
+
+def test_time_that_is_up() -> None:
+    bench = Bench(Settings("cpu", limit_seconds=0), {"read_gb_s": 10.0})
+    found = list(bench.run([case(), case(kind="memory")], ["naive", "torch"], lambda _: None))
+    assert {(row["status"], row["why"]) for row in found} == {("skipped", "the time given for the run was up")}
 
 
 @pytest.mark.parametrize("kind", ["coldstart", "memory"])

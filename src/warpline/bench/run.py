@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 #: Tokens by which a method's speed is judged before it is given a long case.
 TRIAL_TOKENS = 4
+LATE = {"status": "skipped", "why": "the time given for the run was up"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Settings:
     repetitions: int = 10
     budget_seconds: float = 20.0  # of a case, once everything is warm
     patience_seconds: float = 60.0  # of one generation
+    limit_seconds: float = math.inf  # of the whole run: what has not begun by then is left out
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Bench:
 
     settings: Settings
     origin: dict[str, Any] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
     _weights: tuple[tuple[str, str], Weights] | None = None
 
     def prepare(self) -> None:
@@ -80,9 +85,10 @@ class Bench:
         if case.kind in ("coldstart", "memory"):
             for name in names:
                 why = known.find(name).obstacle(case, device)
-                yield {"method": name} | (
-                    {"status": "missing", "why": why} if why else measure_process(name, case, device)
-                )
+                if why is not None:
+                    yield {"method": name, "status": "missing", "why": why}
+                else:
+                    yield {"method": name} | (LATE if self._is_late else measure_process(name, case, device))
             return
         generator = torch.Generator().manual_seed(case.prompt)
         prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
@@ -116,6 +122,8 @@ class Bench:
         why = kind.obstacle(case, device)
         if why is not None:
             return {"status": "missing", "why": why}
+        if self._is_late:
+            return LATE
         try:
             method = kind(weights, case, device)
             slow = self._too_slow(method, case, prompts, device)
@@ -134,6 +142,10 @@ class Bench:
             return judged | {"status": "wrong", "why": f"its tokens are {verdict.worst:.2g} σ from the likeliest"}
         built[name] = method
         return judged | {"status": "ok", "title": kind.title}
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self.begun > self.settings.limit_seconds
 
     def _too_slow(self, method: Method, case: Case, prompts: Tensor, device: torch.device) -> str | None:
         """Whether one generation would try the user's patience, judged by its first few tokens, once they are warm."""

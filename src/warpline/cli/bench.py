@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,9 @@ def bench(
     repetitions: Annotated[int, typer.Option(min=1, help="Rounds in which the methods take turns.")] = 10,
     budget: Annotated[float, typer.Option(min=0, help="Seconds a case may take beyond three rounds.")] = 20.0,
     patience: Annotated[float, typer.Option(min=0, help="Seconds a generation may take, or it is skipped.")] = 60.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Of the run: what has not begun by then is left out.")
+    ] = math.inf,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     md: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
@@ -73,7 +77,7 @@ def bench(
         new=_numbers("new", new),
         windows=_numbers("window", window) or (None,),
     )
-    settings = Settings(target, repetitions, budget, patience)
+    settings = Settings(target, repetitions, budget, patience, 60 * minutes)
     rows = _run(wanted, methods, settings, quiet=as_json)
     _write(rows, csv=csv, md=md, html=html, charts=charts, save=save)
     typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
