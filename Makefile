@@ -38,7 +38,7 @@ sanitize:
 bench-cpu: $(VENV)/.dev
 	$(BIN)/warpline bench reference prefill coldstart memory decode batch long -m stories -m random:gpt2 --device cpu \
 		--method naive,torch,hf-eager,hf-sdpa,static-kv,static-kv-compile,ctranslate2,ctranslate2-int8 \
-		--repetitions 3 --budget 5 --patience 5 --minutes 9 --save results
+		--repetitions 3 --budget 5 --patience 5 --minutes 8 --save results
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -103,8 +103,12 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def absent(rows: Sequence[Row]) -> list[str]:
-    """Who was not measured, and why."""
-    return [f"{row['method']} ({row['status']}: {row['why']})" for row in rows if row["status"] != "ok"]
+    """Who was not measured, and why; those with the same reason together."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            reasons.setdefault(f"{row['status']}: {row['why']}", []).append(row["method"])
+    return [f"{', '.join(names)} ({why})" for why, names in reasons.items()]
 
 
 def as_csv(rows: Sequence[Row]) -> str:

@@ -94,6 +94,12 @@ class Bench:
         prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
         config = weights.config if case.window is None else replace(weights.config, window=case.window)
         oracle = Oracle(replace(weights, config=config))
+        if case.kind == "prefill":
+            expected = case.batch * timed(lambda: oracle.model(prompts[:1]), device)
+            if expected > self.settings.patience_seconds:
+                why = f"more than {self.settings.patience_seconds:g} s for one prompt: --patience allows it"
+                yield from ({"method": name, "status": "skipped", "why": why} for name in names)
+                return
         built: dict[str, Method] = {}
         rows = {
             name: {"method": name} | self._build(name, case, weights, prompts, oracle, device, built) for name in names
@@ -156,7 +162,7 @@ class Bench:
         expected = seconds / TRIAL_TOKENS * case.new
         if expected <= self.settings.patience_seconds:
             return None
-        return f"one generation would take about {expected:,.0f} s: --patience allows it"
+        return f"more than {self.settings.patience_seconds:g} s for one generation: --patience allows it"
 
     def _time(self, case: Case, built: dict[str, Method], prompts: Tensor, device: torch.device) -> dict[str, Sample]:
         calls: dict[str, Callable[[], object]] = {}

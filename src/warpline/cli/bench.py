@@ -43,7 +43,7 @@ def bench(
     budget: Annotated[float, typer.Option(min=0, help="Seconds a case may take beyond three rounds.")] = 20.0,
     patience: Annotated[float, typer.Option(min=0, help="Seconds a generation may take, or it is skipped.")] = 60.0,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Of the run: what has not begun by then is left out.")
+        float, typer.Option(min=0, help="Of the whole run: what has not begun then is left out.")
     ] = math.inf,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
@@ -78,14 +78,17 @@ def bench(
         windows=_numbers("window", window) or (None,),
     )
     settings = Settings(target, repetitions, budget, patience, 60 * minutes)
-    rows = _run(wanted, methods, settings, quiet=as_json)
-    _write(rows, csv=csv, md=md, html=html, charts=charts, save=save)
+    rows = _run(wanted, methods, settings, save, quiet=as_json)
+    _write(rows, csv=csv, md=md, html=html, charts=charts)
     typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
 
 
-def _run(wanted: list[Case], methods: list[str], settings: Settings, *, quiet: bool) -> list[dict[str, Any]]:
-    """The rows; interrupted, those that are finished."""
+def _run(
+    wanted: list[Case], methods: list[str], settings: Settings, save: Path | None, *, quiet: bool
+) -> list[dict[str, Any]]:
+    """The rows, saved case by case; interrupted, those that are finished."""
     from warpline.bench.report import card
+    from warpline.bench.rows import append
     from warpline.bench.run import Bench
     from warpline.progress import progress
 
@@ -101,6 +104,8 @@ def _run(wanted: list[Case], methods: list[str], settings: Settings, *, quiet: b
                     _print_card(card(bench.load(case).config, case, bench.origin["read_gb_s"]))
                 found = list(bench.run([case], methods, advance))
                 rows += found
+                if save is not None:
+                    append(save, "bench", found)
                 if not quiet:
                     _print_case(found)
         except KeyboardInterrupt:
@@ -117,14 +122,9 @@ def _write(
     md: Path | None,
     html: Path | None,
     charts: Path | None,
-    save: Path | None,
 ) -> None:
     from warpline.bench import report
 
-    if save is not None:
-        from warpline.bench.rows import append
-
-        append(save, "bench", rows)
     if csv is not None:
         _write_text(csv, report.as_csv(rows))
     if md is not None:
