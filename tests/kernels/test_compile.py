@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,35 @@ def test_bf16_is_not_compiled_for_turing() -> None:
 def test_binary_remembers_its_variant(cache: Path) -> None:
     binary: Binary = compile_one(variant(), "sm_90")
     assert (binary.variant, binary.arch) == (variant(), "sm_90")
+
+
+#: What it takes to generate with gpt2, alone and in prefill.
+GPT2 = [
+    ("embedding", {"rows": 1, "columns": 768, "vocab": 50257, "places": 1024}),
+    ("layernorm", {"rows": 1024, "columns": 768}),
+    ("layernorm_matvec_bias", {"rows": 1, "outputs": 2304, "inputs": 768}),
+    ("matvec_bias_residual", {"rows": 1, "outputs": 768, "inputs": 768}),
+    ("layernorm_matvec_bias_gelu", {"rows": 1, "outputs": 3072, "inputs": 768}),
+    ("matvec_bias_residual", {"rows": 1, "outputs": 768, "inputs": 3072}),
+    ("decode_attention", {"batch": 1, "heads": 12, "slots": 1024, "depth": 64}),
+    ("head_argmax", {"rows": 1, "outputs": 50257, "inputs": 768}),
+    ("matvec", {"rows": 1, "outputs": 50257, "inputs": 768}),
+    ("sample", {"rows": 1, "vocab": 50257, "capacity": 1024}),
+    ("flash_attention", {"batch": 1, "heads": 12, "queries": 1024, "keys": 1024, "depth": 64}),
+    ("matmul_bias", {"rows": 1024, "outputs": 2304, "inputs": 768}),
+    ("matmul_bias_gelu", {"rows": 1024, "outputs": 3072, "inputs": 768}),
+    ("matmul_bias_residual", {"rows": 1024, "outputs": 768, "inputs": 3072}),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str) -> None:
+    """About 2 s on two idle cores, then nothing; the bounds leave room for busy ones."""
+    jobs = [(Variant.of(find(name), "fp16", dims, arch), arch) for name, dims in GPT2]
+    start = time.perf_counter()
+    compile_many(jobs)
+    cold = time.perf_counter() - start
+    assert all(binary.report.cached for binary in compile_many(jobs))
+    warm = time.perf_counter() - start - cold
+    assert cold < 9, cold
+    assert warm < 0.6, warm
