@@ -56,11 +56,14 @@ def against_context(rows: Sequence[Row]) -> Figure:
         xs, ys = zip(*sorted(points), strict=True)
         axes.plot(xs, ys, marker="o", label=method, linewidth=2.5 if _is_ours(method) else 1.3)
     axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks("{x:,.0f}")
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("µs per token")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
-    axes.set_title(f"{rows[0]['model']} {rows[0]['dtype']}, batch {rows[0]['batch']}, {rows[0]['device']}", fontsize=10)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    first = rows[0]
+    axes.set_title(f"{first['model']} {first['dtype']}, batch {first['batch']}\n{first['device']}", fontsize=10)
     return figure
 
 
