@@ -33,8 +33,8 @@ def catalog() -> str:
     return table(["kernel", "what it does", "dtypes", "device code", "tunables"], rows)
 
 
-def kernel_rows() -> str:
-    """The newest row of each kernel, dtype, shape and target."""
+def newest_kernel_rows() -> dict[tuple[str, str, str, str], dict[str, Any]]:
+    """The newest row of each kernel, dtype, shape and target, in the catalog's order."""
     newest: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for path in sorted((ROOT / "results").glob("*/kernels.jsonl")):
         for line in path.read_text().splitlines():
@@ -43,6 +43,26 @@ def kernel_rows() -> str:
                 shape = "×".join(str(extent) for extent in row["dims"].values())
                 newest[row["kernel"], row["dtype"], shape, row["arch"]] = row
     order = {name: i for i, name in enumerate(CATALOG)}
+    return dict(sorted(newest.items(), key=lambda item: order[item[0][0]]))
+
+
+def kernel_losses() -> str:
+    """Every kernel and dtype that torch beats somewhere: at how many of its shapes, and by how much."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for (kernel, dtype, _, arch), row in newest_kernel_rows().items():
+        if arch.startswith("sm_"):
+            ratios.setdefault((kernel, dtype), []).append(row["us"] / row["torch_us"])
+    lines = []
+    for (kernel, dtype), found in ratios.items():
+        lost = sorted(ratio for ratio in found if ratio > 1)
+        if lost:
+            span = f"{lost[0]:.2f}" if len(lost) == 1 else f"{lost[0]:.2f} to {lost[-1]:.2f}"
+            lines.append(f"- `{kernel}` {dtype}: at {len(lost)} of {len(found)} shapes, {span} times torch's time")
+    return "\n".join(lines)
+
+
+def kernel_rows() -> str:
+    newest = newest_kernel_rows()
     rows = [
         [
             f"`{kernel}`",
@@ -55,7 +75,7 @@ def kernel_rows() -> str:
             f"{row['torch_us']:,.2f} {row['torch_by'] if row['torch_by'] != 'torch' else ''}".strip(),
             f"{row['torch_us'] / row['us']:.2f}×",
         ]
-        for (kernel, dtype, shape, arch), row in sorted(newest.items(), key=lambda item: order.get(item[0][0], 99))
+        for (kernel, dtype, shape, arch), row in newest.items()
     ]
     origins = sorted({(row["gpu"], row["torch"], row["copy_gb_s"], row["time"][:10]) for row in newest.values()})
     peaks = sorted({(row["dtype"], row["peak_tflop_s"]) for row in newest.values() if row["arch"].startswith("sm_")})
@@ -101,7 +121,7 @@ def samples() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo},
-    "docs/kernels.md": {"catalog": catalog, "kernel rows": kernel_rows},
+    "docs/kernels.md": {"catalog": catalog, "kernel rows": kernel_rows, "kernel losses": kernel_losses},
     "docs/stories.md": {"samples": samples},
 }
 

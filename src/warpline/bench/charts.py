@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warpline.bench.methods.names import OURS
 from warpline.bench.report import Row, as_case, grouped
 from warpline.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OURS, OTHERS = "#c2410c", "#64748b"
+PROUD, PLAIN = "#c2410c", "#64748b"
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -25,12 +26,6 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _is_ours(method: str) -> bool:
-    from warpline.bench.methods.names import METHODS
-
-    return METHODS[method].startswith("ours:") and not method.startswith("naive")
-
-
 def bars(rows: Sequence[Row]) -> Figure:
     """Tokens per second of every method of one case, the limit as a line."""
     timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
@@ -38,7 +33,7 @@ def bars(rows: Sequence[Row]) -> Figure:
     axes = figure.subplots()
     values = [row["tokens_per_second"] for row in timed]
     names = [row["title"] for row in timed]
-    drawn = axes.barh(names, values, color=[OURS if _is_ours(row["method"]) else OTHERS for row in timed])
+    drawn = axes.barh(names, values, color=[PROUD if row["method"] in OURS else PLAIN for row in timed])
     axes.bar_label(drawn, labels=[f" {value:,.0f}" for value in values])
     axes.margins(x=0.12)
     axes.set_xlabel("tokens per second")
@@ -54,7 +49,7 @@ def against_context(rows: Sequence[Row]) -> Figure:
     for method in dict.fromkeys(row["method"] for row in rows):
         points = [(row["prompt"] + row["new"] / 2, row["us_per_token"]) for row in rows if row["method"] == method]
         xs, ys = zip(*sorted(points), strict=True)
-        axes.plot(xs, ys, marker="o", label=method, linewidth=2.5 if _is_ours(method) else 1.3)
+        axes.plot(xs, ys, marker="o", label=method, linewidth=2.5 if method in OURS else 1.3)
     axes.set_yscale("log")
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         ticks("{x:,.0f}")

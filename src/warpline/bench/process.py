@@ -26,35 +26,36 @@ TIMEOUT_SECONDS = 600
 def measure_process(name: str, case: Case, device: torch.device) -> dict[str, Any]:
     """The row of a coldstart or memory case."""
     job = json.dumps({"method": name, "case": asdict(case), "device": str(device)})
-    with tempfile.TemporaryDirectory(prefix="warpline-cold-") as cache:
-        cold, answer = _start(job, cache)
-        if answer is None:
-            return {"status": "failed", "why": cold}
-        if case.kind == "memory":
-            return {"status": "ok", "peak_bytes": answer["peak_bytes"]}
-        warm, again = _start(job, cache)
-        if again is None:
-            return {"status": "failed", "why": warm}
-    return {"status": "ok", "cold_seconds": round(float(cold), 3), "warm_seconds": round(float(warm), 3)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="warpline-cold-") as cache:
+            cold = _start(job, cache)
+            if case.kind == "memory":
+                return {"status": "ok", "peak_bytes": cold["peak_bytes"]}
+            warm = _start(job, cache)
+    except _Failed as failure:
+        return {"status": "failed", "why": str(failure)}
+    return {"status": "ok", "cold_seconds": cold["seconds"], "warm_seconds": warm["seconds"]}
 
 
-def _start(job: str, cache: str) -> tuple[Any, dict[str, Any] | None]:
-    """Seconds from the start of a process to its first token and what it said; or why it failed, and None."""
+class _Failed(Exception):
+    """A process that did not answer, and why."""
+
+
+def _start(job: str, cache: str) -> dict[str, Any]:
+    """What a new process says, and the seconds from its start to its first token."""
     environment = os.environ | {"WARPLINE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+    command = [sys.executable, "-m", "warpline.bench.process", job]
     start = time.time()
-    done = subprocess.run(
-        [sys.executable, "-m", "warpline.bench.process", job],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _Failed(f"no token within {TIMEOUT_SECONDS} s") from None
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return lines[-1][:200], None
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return answer["first_token_at"] - start, answer
+        raise _Failed((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer | {"seconds": round(answer["first_token_at"] - start, 3)}
 
 
 def main(job: str) -> None:

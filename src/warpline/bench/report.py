@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from warpline.bench.workloads import Case
@@ -13,7 +14,7 @@ from warpline.model import cost
 
 Row = dict[str, Any]
 #: What makes two rows one comparison.
-CASE = ("workload", "kind", "model", "dtype", "batch", "prompt", "new", "window")
+CASE = tuple(field.name for field in fields(Case))
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -48,7 +49,7 @@ def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, s
     ]
 
 
-#: Columns of the table: title, and what to show of a row beside the slowest-first baseline.
+#: Columns of the table.
 TITLES = ("method", "mean (σ) s", "tok/s", "reduction", "speed-up", "µs/token", "GB/s", "% of limit", "first token ms")
 
 
@@ -64,7 +65,7 @@ def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
         share = row["seconds_mean"] / baseline["seconds_mean"]
         reduction, speed_up = f"{100 * (1 - share):.2f} %", f"{1 / share:.2f}×"
     return (
-        row["method"] + ("" if row["agreeing"] > 0.98 else f" ({100 * row['agreeing']:.0f} % same)"),
+        row["method"] + ("" if row["agreeing"] == 1 else f" ({100 * row['agreeing']:.1f} % same)"),
         f"{row['seconds_mean']:.4f} ({row['seconds_sigma']:.4f})",
         f"{row['tokens_per_second']:,.2f}",
         reduction,
@@ -119,17 +120,3 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def losses(rows: Sequence[Row], ours: str) -> list[str]:
-    """Where a peer is ahead of our method, a sentence for each case."""
-    sentences = []
-    for group in grouped(rows).values():
-        timed = {row["method"]: row for row in group if row["status"] == "ok" and "seconds" in row}
-        if ours not in timed:
-            continue
-        best = min(timed.values(), key=lambda row: row["seconds"])
-        if best["method"] != ours:
-            share = timed[ours]["seconds"] / best["seconds"]
-            sentences.append(f"{as_case(best).label}: {best['method']} is {share:.2f}× as fast as {ours}.")
-    return sentences

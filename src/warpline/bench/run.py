@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +19,8 @@ from warpline.bench.oracle import Oracle
 from warpline.bench.process import measure_process
 from warpline.bench.protocol import Sample, collect, interleave, timed
 from warpline.bench.rows import provenance
-from warpline.bench.workloads import Case
+from warpline.bench.workloads import Case, Settings
+from warpline.config import ModelConfig
 from warpline.errors import DeviceError, WarplineError
 from warpline.model import cost
 from warpline.model.weights import Weights, load
@@ -31,17 +30,6 @@ logger = logging.getLogger(__name__)
 #: Tokens by which a method's speed is judged before it is given a long case.
 TRIAL_TOKENS = 4
 LATE = {"status": "skipped", "why": "the time given for the run was up"}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How thorough to be."""
-
-    device: str
-    repetitions: int = 10
-    budget_seconds: float = 20.0  # of a case, once everything is warm
-    patience_seconds: float = 60.0  # of one generation
-    limit_seconds: float = math.inf  # of the whole run: what has not begun by then is left out
 
 
 @dataclass(slots=True)
@@ -68,7 +56,7 @@ class Bench:
     def run(
         self, cases: Sequence[Case], methods: Sequence[str], tick: Callable[[float], None]
     ) -> Iterator[dict[str, Any]]:
-        """A row per case and method, in that order; `tick` is told of every method that is done."""
+        """A row per case and method, in that order; `tick` counts them."""
         for case in cases:
             for row in self._case(case, methods):
                 tick(1)
@@ -198,7 +186,9 @@ class Bench:
             )
 
 
-def figures(case: Case, config: Any, samples: dict[str, Sample], name: str, origin: dict[str, Any]) -> dict[str, Any]:
+def figures(
+    case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, origin: dict[str, Any]
+) -> dict[str, Any]:
     """What a row says of a method's times."""
     whole = samples[f"{name} whole"]
     row: dict[str, Any] = {
@@ -234,9 +224,11 @@ def clocks() -> dict[str, int] | None:
     """Clocks of the GPU in MHz, as the driver tells them; None where there is none to ask."""
     if not torch.cuda.is_available():
         return None
-    with contextlib.suppress(RuntimeError, ModuleNotFoundError):
+    try:
         return {"sm": torch.cuda.clock_rate()}
-    return None
+    except (RuntimeError, ModuleNotFoundError) as error:  # torch asks through a package of its own
+        logger.warning("the GPU's clocks are not recorded: %s", error)
+        return None
 
 
 def _tokens(method: Method, case: Case, prompts: Tensor) -> Tensor:

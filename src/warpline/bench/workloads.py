@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,17 @@ WORKLOADS = {
         Workload(name="memory", summary="peak memory of a process", kind="memory", shapes=((1, 16, 100),)),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How thorough to be."""
+
+    device: str
+    repetitions: int = 10
+    budget_seconds: float = 20.0  # of a case, once everything is warm
+    patience_seconds: float = 60.0  # of one generation
+    limit_seconds: float = math.inf  # of the whole run: what has not begun by then is left out
 
 
 def cases(

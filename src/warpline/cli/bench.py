@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from warpline.bench.methods.names import METHODS
-from warpline.bench.workloads import WORKLOADS, Case, cases
+from warpline.bench.workloads import WORKLOADS, Case, Settings, cases
+from warpline.cli.common import chosen, listed, print_table
 from warpline.config import DTYPE_BYTES, EngineConfig
 from warpline.errors import ConfigError, one_of
 
-if TYPE_CHECKING:
-    from warpline.bench.run import Settings
-
+#: The defaults have one home: the dataclass.
+_USUAL = Settings(device="auto")
 _HELP = "Separated by commas, several make a sweep."
 
 
@@ -38,13 +37,19 @@ def bench(
     prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
     new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
     window: Annotated[str | None, typer.Option(help=f"Sliding windows. {_HELP}")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
-    repetitions: Annotated[int, typer.Option(min=1, help="Rounds in which the methods take turns.")] = 10,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds a case may take beyond three rounds.")] = 20.0,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds a generation may take, or it is skipped.")] = 60.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _USUAL.device,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Rounds in which the methods take turns.")
+    ] = _USUAL.repetitions,
+    budget: Annotated[
+        float, typer.Option(min=0, help="Seconds a case may take beyond three rounds.")
+    ] = _USUAL.budget_seconds,
+    patience: Annotated[
+        float, typer.Option(min=0, help="Seconds a generation may take, or it is skipped.")
+    ] = _USUAL.patience_seconds,
     minutes: Annotated[
         float, typer.Option(min=0, help="Of the whole run: what has not begun then is left out.")
-    ] = math.inf,
+    ] = _USUAL.limit_seconds / 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     md: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
@@ -56,15 +61,13 @@ def bench(
     if words and words[0] == "compare":
         _compare(words[1:], as_json)
         return
-    methods = [one_of(name, METHODS, "method") for name in _list(method) or METHODS]
+    methods = chosen(method, METHODS, "method") or list(METHODS)
     EngineConfig(device=device)
     for name in words or ():
         one_of(name, WORKLOADS, "workload")
-    dtypes = [one_of(name, DTYPE_BYTES, "dtype") for name in _list(dtype)]
+    dtypes = chosen(dtype, DTYPE_BYTES, "dtype")
 
     import torch
-
-    from warpline.bench.run import Settings
 
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     on_gpu = target.startswith("cuda")
@@ -78,15 +81,19 @@ def bench(
         windows=_numbers("window", window) or (None,),
     )
     settings = Settings(target, repetitions, budget, patience, 60 * minutes)
-    rows = _run(wanted, methods, settings, save, quiet=as_json)
+    rows, interrupted = _run(wanted, methods, settings, save, quiet=as_json)
+    if not rows:
+        raise KeyboardInterrupt
     _write(rows, csv=csv, md=md, html=html, charts=charts)
     typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _run(
     wanted: list[Case], methods: list[str], settings: Settings, save: Path | None, *, quiet: bool
-) -> list[dict[str, Any]]:
-    """The rows, saved case by case; interrupted, those that are finished."""
+) -> tuple[list[dict[str, Any]], bool]:
+    """The rows, saved case by case, and whether it was interrupted: then those that are finished."""
     from warpline.bench.report import card
     from warpline.bench.rows import append
     from warpline.bench.run import Bench
@@ -109,10 +116,8 @@ def _run(
                 if not quiet:
                     _print_case(found)
         except KeyboardInterrupt:
-            typer.echo("interrupted: what is finished is kept", err=True)
-    if not rows:
-        raise ConfigError("nothing was measured")
-    return rows
+            return rows, True
+    return rows, False
 
 
 def _write(
@@ -174,7 +179,7 @@ def _compare(words: list[str], as_json: bool) -> None:
         rows = [{**asdict(one), "ratio": one.ratio, "verdict": one.verdict} for one in found]
         typer.echo(json.dumps({"differences": rows}))
         return
-    _print_table(("case", "method", "before s", "after s", "ratio", "±", "verdict"), [
+    print_table(("case", "method", "before s", "after s", "ratio", "±", "verdict"), [
         (
             one.case,
             one.method,
@@ -200,22 +205,12 @@ def _print_case(rows: list[dict[str, Any]]) -> None:
     lines = table(rows)
     if lines:
         used = [i for i in range(len(TITLES)) if any(line[i] for line in lines)]
-        _print_table(tuple(TITLES[i] for i in used), [tuple(line[i] for i in used) for line in lines])
+        print_table(tuple(TITLES[i] for i in used), [tuple(line[i] for i in used) for line in lines])
     typer.echo("".join(f"not measured: {who}\n" for who in absent(rows)))
 
 
-def _print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    from warpline.cli.kernels import print_table
-
-    print_table(titles, rows)
-
-
-def _list(text: str | None) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()] if text else []
-
-
 def _numbers(name: str, text: str | None) -> list[int]:
-    parts = _list(text)
+    parts = listed(text)
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--{name} takes whole numbers, separated by commas, not '{text}'")
     return [int(part) for part in parts]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from warpline.cli.common import chosen, print_table
 from warpline.config import DTYPE_BYTES
 from warpline.errors import one_of
 from warpline.hardware import ARCH_LIMITS
@@ -22,10 +23,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def _chosen(names: list[str] | None) -> list[KernelSpec]:
     return [find(name) for name in names] if names else list(CATALOG.values())
-
-
-def _split(text: str, choices: list[str], what: str) -> list[str]:
-    return [one_of(part.strip(), choices, what) for part in text.split(",")]
 
 
 @app.callback(invoke_without_command=True)
@@ -62,8 +59,8 @@ def compile_(
     from warpline.kernels.compile import compile_many
     from warpline.kernels.spec import Variant
 
-    archs = _split(arch, list(ARCH_LIMITS), "arch")
-    dtypes = _split(dtype, list(DTYPE_BYTES), "dtype")
+    archs = chosen(arch, list(ARCH_LIMITS), "arch")
+    dtypes = chosen(dtype, list(DTYPE_BYTES), "dtype")
     jobs = {
         (Variant.of(spec, kind, dims, target), target): None
         for spec in _chosen(names)
@@ -111,7 +108,7 @@ def bench_(
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
     """Time the kernels on this GPU, beside torch and beside the measured roof: a copy, or a large product."""
-    specs, dtypes = _chosen(names), _split(dtype, list(DTYPE_BYTES), "dtype")
+    specs, dtypes = _chosen(names), chosen(dtype, list(DTYPE_BYTES), "dtype")
     if arch is not None:
         one_of(arch, [target.replace("sm_", "compute_") for target in ARCH_LIMITS], "arch")
 
@@ -145,17 +142,3 @@ def bench_(
         )
         for row in rows
     ])  # fmt: skip
-
-
-def print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """As wide as the terminal, or as it needs to be where there is none."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*titles, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)

@@ -28,19 +28,13 @@ class _Transformers(Method):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(**weights.config.to_hf())
-        with torch.device("meta"):
+        with torch.device(device):  # its buffers are its own affair; the parameters are replaced
             model = GPT2LMHeadModel._from_config(config, attn_implementation=self.attention)
         state = checkpoint(weights)
         state.setdefault("lm_head.weight", weights.tensors["wte.weight"])
         missing, _ = model.load_state_dict(state, strict=False, assign=True)
         if missing:
             raise RuntimeError(f"transformers wants parameters that are not there: {', '.join(missing[:3])}")
-        for module in model.modules():  # buffers that are no parameters were made on no device
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if buffer.is_meta:
-                    size = buffer.shape[-1]
-                    made = torch.ones(size, size, dtype=torch.bool, device=device).tril().view(buffer.shape)
-                    module.register_buffer(name, made.to(buffer.dtype), persistent=False)
         self.model = model.requires_grad_(False).eval()
 
     @torch.no_grad()

@@ -17,3 +17,6 @@ METHODS = {
     "ctranslate2": "ct2:CTranslate2",
     "ctranslate2-int8": "ct2:CTranslate2Int8",
 }
+
+#: Those that are ours to be proud of, or not.
+OURS = ("torch", "torch-compile")

@@ -7,6 +7,7 @@ that a step needs nothing from the host. Only operators of PyTorch; `torch.compi
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,8 @@ class StaticKV(Method):
         slots = min(-(-(case.prompt + case.new) // 64) * 64, weights.config.n_positions)
         self.model = StaticModel(weights, case.batch, slots, case.window).requires_grad_(False).eval()
         self.prompt_position = torch.arange(case.prompt, device=device)
+        self._first: Callable[[Tensor, Tensor], Tensor] = self.model
+        self._step: Callable[[Tensor, Tensor], Tensor] = self._next
 
     def _next(self, ids: Tensor, position: Tensor) -> Tensor:
         """The token [B, 1] behind ids."""
@@ -115,7 +118,7 @@ class StaticKV(Method):
         """Fill tokens [B, new] behind its first column, which stands at `position` [1]."""
         token = tokens[:, :1].clone()
         for i in range(1, tokens.shape[1]):
-            token = self._next(token, position)
+            token = self._step(token, position)
             tokens[:, i : i + 1] = token
             position = position + 1
 
@@ -130,13 +133,12 @@ class StaticKV(Method):
     @torch.no_grad()
     def logits(self, prompts: Tensor) -> Tensor:
         """The prompt, its K and V into the cache."""
-        result: Tensor = self.model(prompts, self.prompt_position)
-        return result
+        return self._first(prompts, self.prompt_position)
 
     def close(self) -> None:
-        """The model holds the cache."""
+        """The model holds the cache, and compiled code the model."""
         super().close()
-        del self.model
+        del self.model, self._first, self._step
 
 
 class StaticKVGraph(StaticKV):
@@ -190,23 +192,9 @@ class StaticKVCompiled(StaticKV):
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
         mode = "reduce-overhead" if device.type == "cuda" else "default"
-        self._step = torch.compile(self._next, mode=mode, fullgraph=True, dynamic=False)
-        self._first = torch.compile(self.model, mode=mode, fullgraph=True, dynamic=False)
 
-    def _decode(self, tokens: Tensor, position: Tensor) -> None:
-        token = tokens[:, :1].clone()
-        for i in range(1, tokens.shape[1]):
-            token = self._step(token, position).clone()  # the graph's own output is overwritten by its next run
-            tokens[:, i : i + 1] = token
-            position = position + 1
+        def compiled(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+            made = torch.compile(function, mode=mode, fullgraph=True, dynamic=False)
+            return lambda ids, position: made(ids, position).clone()  # a graph's output is overwritten by its next run
 
-    @torch.no_grad()
-    def logits(self, prompts: Tensor) -> Tensor:
-        """The prompt, compiled for its length."""
-        result: Tensor = self._first(prompts, self.prompt_position)
-        return result.clone()
-
-    def close(self) -> None:
-        """Compiled code holds the model."""
-        super().close()
-        del self._step, self._first
+        self._first, self._step = compiled(self._first), compiled(self._step)

@@ -1,0 +1,31 @@
+"""What several verbs need: lists on the command line, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from warpline.errors import one_of
+
+
+def listed(text: str | None) -> list[str]:
+    """Parts separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()] if text else []
+
+
+def chosen(text: str | None, choices: Iterable[str], what: str) -> list[str]:
+    """Parts separated by commas, each one of `choices`."""
+    return [one_of(part, list(choices), what) for part in listed(text)]
+
+
+def print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """As wide as the terminal, or as it needs to be where there is none."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*titles, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(table)
