@@ -23,15 +23,17 @@ class Timing:
 
 
 def time_launches(launch: Callable[[int], object], sets: int, launches: int = LAUNCHES) -> Timing:
-    """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache."""
+    """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache. What it returns
+    is kept until its set's next turn: freed at once, the same memory would serve every time and stay in the cache."""
     count = max(launches, sets)
+    held: list[object] = [None] * sets
     for i in range(sets):  # compiles, loads and allocates before anything is captured
-        launch(i)
+        held[i] = launch(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
-            launch(i % sets)
+            held[i % sets] = launch(i % sets)
     for _ in range(3):
         graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]

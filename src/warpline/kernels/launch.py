@@ -119,7 +119,7 @@ class Call:
         self._empty = not all(dims.values())
         if not self._empty:
             self._shape = self._variant.launch(dims)
-            extended = {**dims, **dict(self._variant.tunables), "grid": self._shape.grid}
+            extended = {**dims, **dict(self._variant.tunables)}
             scratch = allocate(spec.scratches, extended, dtype, device)
         else:
             scratch = []

@@ -151,18 +151,17 @@ def writes(name: str, dims: str, holds: Values = STORAGE) -> Buffer:
 
 
 def scratch(name: str, dims: str, holds: Values = FLOAT) -> Buffer:
-    """Working memory; its dimensions may be tunables and `grid`, the number of blocks."""
+    """Working memory; its dimensions may be tunables."""
     return Buffer(name, tuple(dims.split()), "scratch", holds)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Shape of a launch, and how many of its blocks an SM should be able to hold."""
+    """Shape of a launch."""
 
     grid: int
     block: int
     shared_bytes: int = 0
-    resident: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -331,11 +330,12 @@ class Variant:
         ]
         constants = [value for _, value in self.constants] + [*spec.options] + [value for _, value in self.tunables]
         template = ", ".join([CUDA_TYPES[self.dtype], *map(str, constants)])
+        # To promise room for one block lets the compiler spend registers on loads that are under way.
         return "\n".join(
             [
                 f"// {self.label}",
                 f'#include "{spec.header}"',
-                f'extern "C" __global__ void __launch_bounds__({launch.block}, {launch.resident})',
+                f'extern "C" __global__ void __launch_bounds__({launch.block}, 1)',
                 f"{self.entry}({', '.join(declared)}) {{",
                 f"    warpline::{spec.function or spec.name}<{template}>({', '.join(passed)});",
                 "}\n",

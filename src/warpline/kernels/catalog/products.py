@@ -63,14 +63,26 @@ def _flops(dims: Dims) -> int:
 _MATVEC_TUNABLES = {"warps": (8, 4), "sharers": (1, 2, 4, 8), "outputs_each": (1, 2, 4, 16), "unroll": (4, 2, 8)}
 
 
+def on_tensor_cores(dims: Dims, dtype: str) -> bool:
+    """Whether a product of a few rows is one for tensor cores: one row would leave them mostly idle."""
+    return dims["rows"] > 1 and dtype != "fp32" and dims["inputs"] % 8 == 0
+
+
 def _matvec_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
     """Few outputs are shared by several warps, so that there are enough of them to fill a GPU."""
     rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
-    tensor = rows > 1 and dtype != "fp32" and inputs % 8 == 0
-    each = 16 if tensor else 2 if rows > 2 else 1
-    wanted, least = (65536, 96) if tensor else (2048, 512)  # outputs times sharers; inputs for each of them
-    sharers = next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
-    return {"warps": 8, "sharers": sharers, "outputs_each": each, "unroll": 4}
+
+    def sharers(wanted: int, least: int) -> int:
+        """Until there are `wanted` outputs times sharers, or fewer than `least` inputs for each of them."""
+        return next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
+
+    if on_tensor_cores(dims, dtype):
+        n = sharers(65536, 256)
+        # Everything at once where it fits into a warp's registers.
+        return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
+    if rows > 4:
+        return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
+    return {"warps": 8, "sharers": sharers(2048, 512), "outputs_each": 2 if rows > 2 else 1, "unroll": 4}
 
 
 def matvec_allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
@@ -164,7 +176,7 @@ MATVECS = (
 _MATMUL_TUNABLES = {
     "tile_m": (128, 64, 256),
     "tile_n": (128, 64, 96, 192, 256),
-    "tile_k": (64, 16, 32),
+    "tile_k": (64, 16, 32, 128),
     "warps_m": (2, 1, 4),
     "warps_n": (4, 2, 1),
     "stages": (3, 2, 4),
@@ -182,7 +194,9 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     tiles = -(-dims["rows"] // 128) * -(-dims["outputs"] // 192)
     if tiles >= 96 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
         return choice(128, 192, 64, 2, 4, 3)
-    return choice(64, 96, 64, 2, 2, 3)
+    if -(-dims["rows"] // 64) * -(-dims["outputs"] // 96) >= 96:
+        return choice(64, 96, 64, 2, 2, 4)
+    return choice(64, 64, 64, 2, 2, 4)
 
 
 def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:

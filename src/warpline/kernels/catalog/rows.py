@@ -77,20 +77,33 @@ def _row_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
     return {"block": max(128, row_warps * THREADS_PER_WARP), "row_warps": row_warps}
 
 
+def _embedding_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
+    # Rows come from anywhere, so much must be under way at once; in fp32 more lanes to a row do that.
+    usual = _row_defaults(dims, dtype, arch)
+    return {**usual, "row_warps": max(4, usual["row_warps"])} if dtype == "fp32" else usual
+
+
+def _flat_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
+    # Small blocks with one vector to a thread; where there is little to do, narrow vectors for more threads.
+    few = dims["rows"] * dims["columns"] * DTYPE_BYTES[dtype] <= 1 << 17
+    return {"block": 128, "unroll": 1, "bytes": 4 if few else 16}
+
+
 def _one_row_per_group(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     rows_per_block = tunables["block"] // (tunables["row_warps"] * THREADS_PER_WARP)
     return Launch(-(-dims["rows"] // rows_per_block), tunables["block"])
 
 
 def _flat(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    """Vectors of up to 16 bytes, as many as every row allows: `vector_width` of common.cuh."""
-    width = next(w for w in (8, 4, 2, 1) if w * DTYPE_BYTES[dtype] <= 16 and dims["columns"] % w == 0)
+    """Vectors as wide as asked for and as every row allows: `vector_width` of common.cuh."""
+    size = DTYPE_BYTES[dtype]
+    width = next(w for w in (8, 4, 2, 1) if w * size <= tunables["bytes"] and dims["columns"] % w == 0)
     vectors = dims["rows"] * dims["columns"] // width
     return Launch(-(-vectors // (tunables["block"] * tunables["unroll"])), tunables["block"])
 
 
 _ROW_TUNABLES = {"block": (128, 256, 512, 1024), "row_warps": (1, 2, 4, 8)}
-_FLAT_TUNABLES = {"block": (256, 128, 512), "unroll": (4, 1, 2, 8)}
+_FLAT_TUNABLES = {"block": (128, 256, 512), "unroll": (1, 2, 4, 8), "bytes": (16, 8, 4)}
 _ODD = (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)
 
 
@@ -119,7 +132,7 @@ _flat_op = functools.partial(
     KernelSpec,
     constants=("columns",),
     tunables=_FLAT_TUNABLES,
-    default=lambda _dims, _dtype, _arch: {"block": 256, "unroll": 4},
+    default=_flat_defaults,
     launch=_flat,
 )
 
@@ -209,6 +222,7 @@ EMBEDDING = _row_op(
     ),
     flops=lambda dims: dims["rows"] * dims["columns"],
     reference=_embedding,
+    default=_embedding_defaults,
     test_dims=_tests(1600, vocab=50, places=33),
     bench_dims=_bench(768, vocab=50257, places=1024),
 )

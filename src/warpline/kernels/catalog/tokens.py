@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
-from warpline.kernels.catalog.products import matvec_allows, row_pitch
+from warpline.kernels.catalog.products import matvec_allows, on_tensor_cores, row_pitch
 from warpline.kernels.noise import gumbel
 from warpline.kernels.spec import (
     BITS,
@@ -47,11 +47,11 @@ def _head_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
 
 
 def _head_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-    """Long-lived blocks, about two for each SM of a large GPU: each has to normalise the rows for itself first."""
-    tensor = dims["rows"] > 1 and dtype != "fp32" and dims["inputs"] % 8 == 0
-    each, warps = (16, 8) if tensor else (2, 16 if dims["rows"] == 1 and dims["inputs"] <= 1024 else 8)
-    repeat = 1 if dims["outputs"] <= 16384 else {128: 3, 32: 6, 16: 12}[each * warps]
-    return {"warps": warps, "outputs_each": each, "unroll": 4, "repeat": repeat}
+    """Long-lived blocks, a few for each SM of a large GPU: each has to normalise the rows for itself first."""
+    each, unroll, repeat = (16, 2, 3) if on_tensor_cores(dims, dtype) else (2, 4, 12)
+    if repeat == 12 and dims["inputs"] * DTYPE_BYTES[dtype] <= 2048:
+        repeat = 6
+    return {"warps": 8, "outputs_each": each, "unroll": unroll, "repeat": repeat if dims["outputs"] > 16384 else 1}
 
 
 def _head(rows: int, outputs: int, inputs: int) -> Dims:
@@ -69,13 +69,12 @@ HEAD_ARGMAX = KernelSpec(
         reads("weight", "outputs inputs"),
         writes("token", "rows", index_into("outputs")),
         writes("logit", "rows", FLOAT),
-        scratch("best_values", "rows grid"),
-        scratch("best_outputs", "rows grid", BITS),
+        scratch("best", "rows", INDEX),
         scratch("finished", "1", BITS),
         Scalar("epsilon", 1e-5),
     ),
     constants=("outputs", "inputs", "rows"),
-    tunables={"warps": (16, 8, 4), "outputs_each": (2, 1, 4, 16), "unroll": (4, 2, 8), "repeat": (6, 1, 2, 3, 12)},
+    tunables={"warps": (8, 16, 4), "outputs_each": (2, 1, 4, 16), "unroll": (4, 2, 8), "repeat": (6, 1, 2, 3, 12)},
     allows=matvec_allows,
     default=_head_defaults,
     launch=_head_launch,

@@ -30,10 +30,10 @@ struct alignas(sizeof(T) * N) Vec {
     T at[N];
 };
 
-// The widest access, up to 16 bytes, at which every row of `columns` elements starts aligned.
+// The widest access, up to `bytes`, at which every row of `columns` elements starts aligned.
 template <typename T>
-__device__ constexpr int vector_width(int columns) {
-    int width = 16 / static_cast<int>(sizeof(T));
+__device__ constexpr int vector_width(int columns, int bytes = 16) {
+    int width = bytes / static_cast<int>(sizeof(T));
     while (columns % width != 0) width /= 2;
     return width;
 }

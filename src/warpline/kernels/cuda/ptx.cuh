@@ -80,6 +80,22 @@ __device__ __forceinline__ unsigned pack_pair(float low, float high) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+// --- loads ---
+
+// 16 bytes of what is read only once, by lanes that do not cover whole cache lines: L1 does not keep them, and L2 brings
+// their neighbours along.
+__device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at) {
+#if __CUDA_ARCH__ >= 800
+    Vec<unsigned, 4> v;
+    asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.at[0]), "=r"(v.at[1]), "=r"(v.at[2]), "=r"(v.at[3])
+        : "l"(at));
+    return v;
+#else
+    return *at;
+#endif
+}
+
 // --- copies that run by themselves, from global into shared memory ---
 
 constexpr bool HAS_ASYNC_COPIES = __CUDA_ARCH__ >= 800;

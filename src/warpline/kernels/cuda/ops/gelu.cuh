@@ -19,31 +19,29 @@ __device__ __forceinline__ float gelu_of(float x) {
     return x * rcp_approx(1.f + exp2_approx(-2.f * LOG2_E * u));
 }
 
-// `bias` is null where there is none.
-template <typename T, int COLUMNS, bool FAST, int BLOCK, int UNROLL>
+// `bias` is null where there is none. BYTES is how much of a row travels in one load or store, where its length allows it.
+template <typename T, int COLUMNS, bool FAST, int BLOCK, int UNROLL, int BYTES>
 __device__ __forceinline__ void gelu(const T* x, const T* bias, T* y, int rows) {
-    constexpr int WIDTH = vector_width<T>(COLUMNS);
+    constexpr int WIDTH = vector_width<T>(COLUMNS, BYTES), PER_ROW = COLUMNS / WIDTH;
     using Pack = Vec<T, WIDTH>;
-    const long long vectors = static_cast<long long>(rows) * (COLUMNS / WIDTH);
-    const long long first = static_cast<long long>(blockIdx.x) * BLOCK * UNROLL + threadIdx.x;
-    Pack pack[UNROLL];
+    const long long vectors = static_cast<long long>(rows) * PER_ROW;
+    const long long first = static_cast<long long>(blockIdx.x) * (BLOCK * UNROLL) + threadIdx.x;
+    const int column = bias != nullptr ? static_cast<int>(first % PER_ROW) : 0;
+    Pack pack[UNROLL], shift[UNROLL] = {};
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-        const long long at = first + i * BLOCK;
-        if (at < vectors) pack[i] = reinterpret_cast<const Pack*>(x)[at];
+        if (first + i * BLOCK >= vectors) continue;
+        pack[i] = reinterpret_cast<const Pack*>(x)[first + i * BLOCK];
+        if (bias != nullptr) shift[i] = reinterpret_cast<const Pack*>(bias)[(column + i * BLOCK) % PER_ROW];
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-        const long long at = first + i * BLOCK;
-        if (at >= vectors) continue;
-        Pack b;
-        if (bias != nullptr) b = reinterpret_cast<const Pack*>(bias)[at % (COLUMNS / WIDTH)];
+        if (first + i * BLOCK >= vectors) continue;
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
-            const float v = to_float(pack[i].at[j]) + (bias != nullptr ? to_float(b.at[j]) : 0.f);
-            pack[i].at[j] = from_float<T>(gelu_of<FAST>(v));
+            pack[i].at[j] = from_float<T>(gelu_of<FAST>(to_float(pack[i].at[j]) + to_float(shift[i].at[j])));
         }
-        reinterpret_cast<Pack*>(y)[at] = pack[i];
+        reinterpret_cast<Pack*>(y)[first + i * BLOCK] = pack[i];
     }
 }
 

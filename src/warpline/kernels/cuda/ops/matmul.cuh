@@ -42,20 +42,18 @@ struct ProductTile {
         }
     }
 
-    // Calls f(row, column, sum, p) for every sum, where p = prepare(column).
+    // Stores f(sum, p) of every sum into `out`, rows `pitch` apart, where p = prepare(column).
     template <typename P, typename F>
-    __device__ __forceinline__ void visit(P prepare, F f) {
+    __device__ __forceinline__ void store(T* out, int pitch, P prepare, F f) const {
 #pragma unroll
         for (int n = 0; n < NS; ++n) {
+            const int column = column0 + n * 8 + lane % 4 * 2;
+            const float p[2] = {prepare(column), prepare(column + 1)};
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int column = column0 + n * 8 + lane % 4 * 2 + i;
-                const float p = prepare(column);
-#pragma unroll
-                for (int m = 0; m < MS; ++m) {
-                    f(row0 + m * 16 + lane / 4, column, sum[m][n][i], p);
-                    f(row0 + m * 16 + lane / 4 + 8, column, sum[m][n][i + 2], p);
-                }
+            for (int i = 0; i < MS * 2; ++i) {
+                const float* pair = sum[i / 2][n] + i % 2 * 2;
+                *reinterpret_cast<unsigned*>(out + (row0 + i * 8 + lane / 4) * pitch + column) =
+                    pack_pair<T>(f(pair[0], p[0]), f(pair[1], p[1]));
             }
         }
     }
@@ -92,12 +90,12 @@ struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
     }
 
     template <typename P, typename F>
-    __device__ __forceinline__ void visit(P prepare, F f) {
+    __device__ __forceinline__ void store(float* out, int pitch, P prepare, F f) const {
 #pragma unroll
         for (int n = 0; n < NS; ++n) {
             const float p = prepare(column0 + n * 16);
 #pragma unroll
-            for (int m = 0; m < MS; ++m) f(row0 + m * 16, column0 + n * 16, sum[m][n], p);
+            for (int m = 0; m < MS; ++m) out[(row0 + m * 16) * pitch + column0 + n * 16] = f(sum[m][n], p);
         }
     }
 };
@@ -168,14 +166,14 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
         const int output = first_output + column;
         return bias != nullptr && output < OUTPUTS ? to_float(bias[output]) : 0.f;
     };
-    tile.visit(bias_of, [&](int row, int column, float v, float b) {
-        v += b;
-        ring[row * PITCH<T, N> + column] = from_float<T>(GELU ? gelu_of<false>(v) : v);
-    });
+    tile.store(ring, PITCH<T, N>, bias_of, [](float v, float b) { return GELU ? gelu_of<false>(v + b) : v + b; });
     __syncthreads();
     constexpr int OUT_WIDTH = vector_width<T>(OUTPUTS);
     using Pack = Vec<T, OUT_WIDTH>;
-    for (int i = threadIdx.x; i < M * N / OUT_WIDTH; i += THREADS) {
+#pragma unroll
+    for (int step = 0; step < ceil_div(M * N / OUT_WIDTH, THREADS); ++step) {
+        const int i = step * THREADS + threadIdx.x;
+        if (M * N / OUT_WIDTH % THREADS != 0 && i >= M * N / OUT_WIDTH) break;
         const int row = i / (N / OUT_WIDTH), column = i % (N / OUT_WIDTH) * OUT_WIDTH;
         if (first_row + row >= rows || first_output + column >= OUTPUTS) continue;
         const long long at = static_cast<long long>(first_row + row) * OUTPUTS + first_output + column;

@@ -138,7 +138,7 @@ struct WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL> {
             for (int step = 0; step < BATCH; ++step) {
                 const int at = vector_of(step0 + step);
                 held[half][step] = {};
-                if (at < VECTORS) held[half][step] = reinterpret_cast<const Pairs*>(weight + row * INPUTS)[at];
+                if (at < VECTORS) held[half][step] = load_once(reinterpret_cast<const Pairs*>(weight + row * INPUTS) + at);
             }
         }
     }
@@ -241,26 +241,26 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
     });
 }
 
-// The better of two candidates has the larger value, or is earlier among equals.
-struct Candidate {
-    float value = LOWEST;
-    int output = NONE;
-    static constexpr int NONE = 0x7fffffff;
+// A candidate for the likeliest token as one number: the larger is the better, and of equal values the earlier output.
+// 0 is worse than any.
+__device__ __forceinline__ unsigned long long candidate(float value, int output) {
+    const unsigned bits = __float_as_uint(value);
+    const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<unsigned>(output);
+}
 
-    __device__ __forceinline__ void take(float v, int o) {
-        if (o != NONE && (output == NONE || v > value || (v == value && o < output))) {
-            value = v;
-            output = o;
-        }
-    }
-};
+__device__ __forceinline__ float value_of(unsigned long long candidate) {
+    const unsigned ordered = candidate >> 32;
+    return __uint_as_float(ordered & 0x80000000u ? ordered & 0x7fffffffu : ~ordered);
+}
+
+__device__ __forceinline__ int output_of(unsigned long long candidate) { return ~static_cast<unsigned>(candidate); }
 
 // The likeliest next token: the output with the largest sum, and that sum; of equals the first. Each warp takes REPEAT
-// groups of outputs and keeps the best, each block leaves one candidate per row, and the last block chooses among them.
+// groups of outputs, each block leaves its best per row, and the last block to be done says what is the best of all.
 template <typename T, int OUTPUTS, int INPUTS, int ROWS, int WARPS, int OUTPUTS_EACH, int UNROLL, int REPEAT>
 __device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T* beta, const T* weight, long long* token,
-                                            float* logit, float* best_values, int* best_outputs, int* finished,
-                                            float epsilon) {
+                                            float* logit, long long* best, int* finished, float epsilon) {
     using Dots = WarpDots<T, OUTPUTS, INPUTS, ROWS, 1, OUTPUTS_EACH, UNROLL>;
     const int warp = threadIdx.x / WARP;
     // All warps together walk through the weights, so that neighbouring memory is read at the same time.
@@ -268,51 +268,29 @@ __device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T*
     int first = (static_cast<int>(blockIdx.x) * WARPS + warp) * OUTPUTS_EACH;
     Dots dots;
     dots.load(weight, first, 0);
+    __shared__ unsigned long long met[ROWS];
+    if (threadIdx.x < ROWS) met[threadIdx.x] = 0;
     x = normalised_rows<T, INPUTS, ROWS, WARPS>(x, gamma, beta, epsilon);
-    Candidate best[Dots::RESULTS];
+    unsigned long long mine[Dots::RESULTS] = {};
     for (int repeat = 0; repeat < REPEAT; ++repeat, first += stride) {
         Dots next;
         if (repeat + 1 < REPEAT) next.load(weight, first + stride, 0);
         float result[Dots::RESULTS];
         dots.finish(weight, x, ROW_PITCH<T, INPUTS>, first, result);
         Dots::results([&](int i, int relative, int) {
-            if (first + relative < OUTPUTS) best[i].take(result[i], first + relative);
+            if (first + relative < OUTPUTS) mine[i] = max(mine[i], candidate(result[i], first + relative));
         });
         dots = next;
     }
-
-    // The lanes of a warp meet in shared memory: a row of candidates for each row of x.
-    constexpr int EACH = WARPS * OUTPUTS_EACH;
-    __shared__ Candidate met[ROWS][EACH];
-    Dots::results([&](int i, int relative, int row) { met[row][warp * OUTPUTS_EACH + relative] = best[i]; });
+    Dots::results([&](int i, int, int row) { atomicMax(met + row, mine[i]); });
     __syncthreads();
-    const auto over_lanes = [&](Candidate& c) {
-#pragma unroll
-        for (int other = WARP / 2; other > 0; other /= 2) {
-            c.take(__shfl_xor_sync(0xffffffffu, c.value, other), __shfl_xor_sync(0xffffffffu, c.output, other));
-        }
-    };
-    for (int row = warp; row < ROWS; row += WARPS) {
-        Candidate c;
-        for (int i = threadIdx.x % WARP; i < EACH; i += WARP) c.take(met[row][i].value, met[row][i].output);
-        over_lanes(c);
-        if (threadIdx.x % WARP == 0) {
-            best_values[row * gridDim.x + blockIdx.x] = c.value;
-            best_outputs[row * gridDim.x + blockIdx.x] = c.output;
-        }
-    }
-    if (!finishes_last(finished, gridDim.x)) return;
-    for (int row = warp; row < ROWS; row += WARPS) {
-        Candidate c;
-        for (int block = threadIdx.x % WARP; block < gridDim.x; block += WARP) {
-            c.take(__ldcg(best_values + row * gridDim.x + block), __ldcg(best_outputs + row * gridDim.x + block));
-        }
-        over_lanes(c);
-        if (threadIdx.x % WARP == 0) {
-            token[row] = c.output;
-            logit[row] = c.value;
-        }
-    }
+    unsigned long long* best_of = reinterpret_cast<unsigned long long*>(best) + threadIdx.x;
+    if (threadIdx.x < ROWS) atomicMax(best_of, met[threadIdx.x]);
+    if (!finishes_last(finished, gridDim.x) || threadIdx.x >= ROWS) return;
+    const unsigned long long winner = __ldcg(best_of);
+    token[threadIdx.x] = output_of(winner);
+    logit[threadIdx.x] = value_of(winner);
+    *best_of = 0;  // for the next launch
 }
 
 }  // namespace warpline
