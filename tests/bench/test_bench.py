@@ -94,11 +94,21 @@ def test_windows_agree(name: str) -> None:
     assert not torch.equal(Naive(weights, case(prompt=9, new=12), CPU).generate(prompts, 12), expected)
 
 
-def test_ctranslate2_agrees() -> None:
-    name = "random:n_layer=1,n_head=2,n_embd=64,n_positions=64"
-    weights, one = load(name), case(model=name, prompt=9, new=6)
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu", "relu", "silu", "tanh"])
+def test_onnxruntime_knows_every_activation(activation: str) -> None:
+    weights, one = load(f"{SMALL},activation_function={activation}"), case(new=12)
     prompts = torch.randint(weights.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(3))
-    method = methods.find("ctranslate2")(weights, one, CPU)
+    method = methods.find("onnxruntime")(weights, one, CPU)
+    assert torch.equal(method.generate(prompts, 12), Naive(weights, one, CPU).generate(prompts, 12))
+    method.close()
+
+
+@pytest.mark.parametrize("name", ["ctranslate2", "onnxruntime"])
+def test_other_engines_agree(name: str) -> None:
+    model = "random:n_layer=2,n_head=2,n_embd=64,n_positions=64"
+    weights, one = load(model), case(model=model, prompt=9, new=6)
+    prompts = torch.randint(weights.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(3))
+    method = methods.find(name)(weights, one, CPU)
     assert torch.equal(method.generate(prompts, 6), Naive(weights, one, CPU).generate(prompts, 6))
     assert torch.equal(method.logits(prompts).argmax(dim=-1), method.generate(prompts, 1)[:, 0])
     method.close()

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import atexit
+import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from warpline.bench.workloads import Case
 from warpline.model.weights import Weights
+
+
+class Converted:
+    """A folder with a model in another engine's form, kept for the cases in a row that share its weights."""
+
+    def __init__(self, convert: Callable[[Weights, Path], object]) -> None:
+        self._convert = convert
+        self._of: object = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        atexit.register(self._drop)
+
+    def folder(self, weights: Weights) -> Path:
+        """Filled now, unless the last one is from the same tensors."""
+        if self._folder is None or self._of is not weights.tensors:
+            self._drop()
+            self._folder = tempfile.TemporaryDirectory(prefix="warpline-peer-")
+            self._of = weights.tensors
+            self._convert(weights, Path(self._folder.name))
+        return Path(self._folder.name)
+
+    def _drop(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = self._of = None
 
 
 class Method(ABC):
@@ -21,8 +49,10 @@ class Method(ABC):
     windows: bool = False  # whether it knows sliding windows
     #: Whether it computes what the weights say; if not, how many tokens agree is reported instead of required.
     exact: bool = True
-    #: How often to run before time counts: what compiles needs more.
-    warm_up: int = 2
+    #: Generations before the one that is judged and the ones that are timed: what compiles needs some.
+    warm_up: int = 0
+    #: About how long it takes before its first token, for planning a run that may not take long.
+    startup_seconds: float = 1.0
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         self.weights, self.case, self.device = weights, case, device

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from warpline.bench.methods.base import Method
+from warpline.bench.methods.base import Converted, Method
 from warpline.bench.workloads import Case
 from warpline.model.export import export
 from warpline.model.weights import Weights
+
+#: As transformers reads it; conversions lie beside it.
+_exported = Converted(lambda weights, folder: export(weights, folder / "hf"))
 
 
 class CTranslate2(Method):
@@ -23,6 +24,7 @@ class CTranslate2(Method):
     devices = ("cpu",)
     dtypes = ("fp32",)
     quantization = "float32"
+    startup_seconds = 5.0
 
     @classmethod
     def missing(cls) -> str | None:
@@ -39,11 +41,11 @@ class CTranslate2(Method):
 
         chatter.set_verbosity_error()
         chatter.disable_progress_bar()
-        self._folder = tempfile.TemporaryDirectory(prefix="warpline-ct2-")
-        source, target = Path(self._folder.name) / "hf", Path(self._folder.name) / "ct2"
-        export(weights, source)
-        converter = ctranslate2.converters.TransformersConverter(str(source))
-        converter.convert(str(target), quantization=self.quantization)
+        folder = _exported.folder(weights)
+        target = folder / self.quantization
+        if not target.exists():
+            converter = ctranslate2.converters.TransformersConverter(str(folder / "hf"))
+            converter.convert(str(target), quantization=self.quantization)
         threads = torch.get_num_threads()
         self._generator: Any = ctranslate2.Generator(
             str(target), device="cpu", intra_threads=threads, inter_threads=1, compute_type=self.quantization
@@ -72,10 +74,9 @@ class CTranslate2(Method):
         return torch.from_numpy(np.array(everything))[:, -1].float()
 
     def close(self) -> None:
-        """The converted model lies in a temporary folder."""
+        """The generator holds the weights."""
         super().close()
         del self._generator
-        self._folder.cleanup()
 
 
 class CTranslate2Int8(CTranslate2):

@@ -85,4 +85,5 @@ class StaticCompiled(_Transformers):
     attention = "sdpa"
     devices = ("cuda",)
     cache = "static"
-    warm_up = 4
+    warm_up = 2
+    startup_seconds = 20.0

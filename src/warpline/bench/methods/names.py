@@ -16,6 +16,7 @@ METHODS = {
     "static-kv-compile": "static_kv:StaticKVCompiled",
     "ctranslate2": "ct2:CTranslate2",
     "ctranslate2-int8": "ct2:CTranslate2Int8",
+    "onnxruntime": "ort:OnnxRuntime",
 }
 
 #: Those that are ours to be proud of, or not.

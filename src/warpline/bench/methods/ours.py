@@ -55,7 +55,8 @@ class NaiveCompiled(Naive):
     """The same under torch.compile, which is told that lengths change."""
 
     title = "naive PyTorch, torch.compile"
-    warm_up = 3
+    warm_up = 1
+    startup_seconds = 20.0
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
@@ -109,7 +110,8 @@ class OnTorchCompiled(OnTorch):
     """The same under torch.compile."""
 
     title = "warpline torch executor, torch.compile"
-    warm_up = 3
+    warm_up = 1
+    startup_seconds = 20.0
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)

@@ -180,7 +180,8 @@ class StaticKVCompiled(StaticKV):
     """Compiled by torch, with CUDA graphs where there is CUDA: the bar."""
 
     title = "static KV cache, torch.compile"
-    warm_up = 4
+    warm_up = 2
+    startup_seconds = 20.0
 
     @classmethod
     def missing(cls) -> str | None:

@@ -137,7 +137,7 @@ FLASH_ATTENTION = KernelSpec(
         Scalar("scale", lambda dims: dims["depth"] ** -0.5),
     ),
     constants=("depth",),
-    tunables={"tile_queries": (64, 128), "tile_keys": (64, 32, 128), "warps": (4, 8), "stages": (2, 3)},
+    tunables={"tile_queries": (64, 32, 128), "tile_keys": (64, 32, 128), "warps": (4, 8), "stages": (2, 3)},
     default=_flash_defaults,
     allows=_flash_allows,
     launch=_flash_launch,

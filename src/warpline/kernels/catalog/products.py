@@ -176,7 +176,7 @@ MATVECS = (
 _MATMUL_TUNABLES = {
     "tile_m": (128, 64, 256),
     "tile_n": (128, 64, 96, 192, 256),
-    "tile_k": (64, 16, 32, 128),
+    "tile_k": (64, 16, 32),
     "warps_m": (2, 1, 4),
     "warps_n": (4, 2, 1),
     "stages": (3, 2, 4),

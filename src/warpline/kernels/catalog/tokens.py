@@ -48,9 +48,8 @@ def _head_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
 
 def _head_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
     """Long-lived blocks, a few for each SM of a large GPU: each has to normalise the rows for itself first."""
-    each, unroll, repeat = (16, 2, 3) if on_tensor_cores(dims, dtype) else (2, 4, 12)
-    if repeat == 12 and dims["inputs"] * DTYPE_BYTES[dtype] <= 2048:
-        repeat = 6
+    narrow = dims["inputs"] * DTYPE_BYTES[dtype] <= 2048
+    each, unroll, repeat = (16, 2, 3) if on_tensor_cores(dims, dtype) else (1 if narrow else 2, 4, 12)
     return {"warps": 8, "outputs_each": each, "unroll": unroll, "repeat": repeat if dims["outputs"] > 16384 else 1}
 
 
