@@ -10,6 +10,8 @@ import logging
 import os
 import platform
 import re
+import shutil
+import subprocess
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,6 +210,31 @@ def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> fl
 
     one_pass()
     return matrix.nbytes / min(one_pass() for _ in range(repeats)) / 1e9
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory of `device` that can be allocated now; None where nobody says."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+def clocks(device: str) -> dict[str, int] | None:
+    """Clocks of a GPU in MHz at this moment, of its SMs and its memory; None where nvidia-smi is not there to ask."""
+    if device == "cpu" or shutil.which("nvidia-smi") is None:
+        return None
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)  # its own numbering need not be nvidia-smi's
+    query = ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits", f"--id=GPU-{properties.uuid}"]
+    answer = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=False).stdout.split(",")
+    return dict(zip(("sm", "memory"), map(int, answer), strict=True)) if len(answer) == 2 else None
 
 
 def cache_dir() -> Path:

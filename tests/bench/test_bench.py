@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import SMALL
-from warpline.bench import charts, compare, methods, report
+from warpline.bench import charts, compare, methods, plan, report
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.names import METHODS
-from warpline.bench.methods.ours import Naive
+from warpline.bench.methods.ours import Naive, OnTorch
 from warpline.bench.oracle import Oracle
 from warpline.bench.page import page
 from warpline.bench.process import measure_process
@@ -155,7 +157,10 @@ def rows() -> list[dict[str, Any]]:
     bench.prepare()
     wanted = [case(prompt=p, new=8, workload="decode", kind="decode") for p in (4, 20)]
     wanted += [case(workload="prefill", kind="prefill", prompt=16, new=0), case(prompt=4000)]
-    return list(bench.run(wanted, ["naive", "torch", "static-kv", "static-kv-graph"], lambda _: None))
+    ticks: list[float] = []
+    found = list(bench.run(wanted, ["torch", "naive", "static-kv", "static-kv-graph"], ticks.append))
+    assert sum(ticks) == 4 * 4
+    return [row for case_rows in found for row in case_rows]
 
 
 def test_rows_are_whole(rows: list[dict[str, Any]]) -> None:
@@ -171,7 +176,7 @@ def test_rows_are_whole(rows: list[dict[str, Any]]) -> None:
         assert row["read_gb_s"] > 0
     assert rows[3]["status"] == "missing"
     assert "tflop_s" in rows[8]
-    assert {row["status"] for row in rows[12:]} == {"impossible"}
+    assert [row["status"] for row in rows[12:]] == ["impossible", "impossible", "impossible", "missing"]
 
 
 def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +191,8 @@ def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: dict[str, type[Method]] = {"naive": Naive, "torch": Liar, "hf-sdpa": Broken}
     monkeypatch.setattr(methods, "find", chosen.__getitem__)
     bench = Bench(Settings("cpu", repetitions=3), {"read_gb_s": 10.0})
-    found = {row["method"]: row for row in bench.run([case()], list(chosen), lambda _: None)}
+    (rows,) = bench.run([case()], list(chosen), lambda _: None)
+    found = {row["method"]: row for row in rows}
     assert [row["status"] for row in found.values()] == ["ok", "wrong", "failed"]
     assert "seconds" not in found["torch"]
     assert found["hf-sdpa"]["why"] == "RuntimeError: no luck"
@@ -194,15 +200,61 @@ def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_patience() -> None:
     bench = Bench(Settings("cpu", repetitions=3, patience_seconds=1e-6), {"read_gb_s": 10.0})
-    (row,) = bench.run([case()], ["naive"], lambda _: None)
+    ((row,),) = bench.run([case()], ["naive"], lambda _: None)
     assert row["status"] == "skipped"
     assert "--patience" in row["why"]
 
 
 def test_time_that_is_up() -> None:
     bench = Bench(Settings("cpu", limit_seconds=0), {"read_gb_s": 10.0})
-    found = list(bench.run([case(), case(kind="memory")], ["naive", "torch"], lambda _: None))
-    assert {(row["status"], row["why"]) for row in found} == {("skipped", "the time given for the run was up")}
+    found = [
+        row for rows in bench.run([case(), case(kind="memory")], ["naive", "torch"], lambda _: None) for row in rows
+    ]
+    assert {row["status"] for row in found} == {"skipped"}
+    assert all("--minutes" in row["why"] for row in found)
+
+
+def test_shares_of_time() -> None:
+    assert plan.share(100, [10, 10]) == 10 + 80 / 2  # enough for all, and what is left over is divided
+    assert plan.share(100, [90, 90]) == 50
+    assert plan.share(100, [90, 10, 10]) == 80  # those that need less leave it to the others
+    assert plan.share(100, [10, 90, 90]) == 10
+    assert plan.share(0, [5]) == 0
+
+
+@given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=12), st.floats(0, 1e4))
+def test_shares_never_exceed_the_time(needs: list[float], seconds: float) -> None:
+    shares = [plan.share(seconds, [needs[i], *needs[:i], *needs[i + 1 :]]) for i in range(len(needs))]
+    assert sum(shares) <= seconds * (1 + 1e-9)
+
+
+def test_at_best_is_the_limit() -> None:
+    config = load("stories").config
+    decode = plan.seconds_at_best(case(model="stories", prompt=1, new=101), config, 10.0, 1e9)
+    assert decode == pytest.approx(101 * 77.3e6 / 10e9, rel=0.05)  # 77 MB a token at 10 GB/s
+    prefill = plan.seconds_at_best(case(model="stories", kind="prefill", prompt=256, new=0), config, 1e9, 0.1)
+    assert 0.01 < prefill < 0.1
+    assert plan.need(case(kind="coldstart"), 1.0, [1.0, 1.0]) == 2 * plan.need(case(kind="memory"), 1.0, [1.0, 1.0])
+
+
+def test_hurry_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Naive):
+        startup_seconds = 1e6
+
+    chosen: dict[str, type[Method]] = {"torch": OnTorch, "naive": Slow}
+    monkeypatch.setattr(methods, "find", chosen.__getitem__)
+    bench = Bench(Settings("cpu", repetitions=3, limit_seconds=30), {"read_gb_s": 10.0})
+    ((naive, ours),) = bench.run([case()], list(chosen), lambda _: None)
+    assert (ours["status"], naive["status"]) == ("ok", "skipped")
+
+
+def test_too_large_is_said_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpline.hardware.free_bytes", lambda _: 1000)
+    monkeypatch.setattr(Bench, "load", lambda *_: pytest.fail("it was loaded"))
+    bench = Bench(Settings("cpu"), {"read_gb_s": 10.0})
+    ((row,),) = bench.run([case(model="random:gpt2")], ["torch"], lambda _: None)
+    assert row["status"] == "impossible"
+    assert "more than are free" in row["why"]
 
 
 @pytest.mark.parametrize("kind", ["coldstart", "memory"])
@@ -307,14 +359,14 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_interrupt_keeps_what_is_finished(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured = Bench.run
+    measured = Bench._case
 
-    def run(self: Bench, wanted: Any, *rest: Any) -> Any:
-        if wanted[0].new == 6:
+    def one(self: Bench, case: Case, *rest: Any) -> Any:
+        if case.new == 6:
             raise KeyboardInterrupt
-        return measured(self, wanted, *rest)
+        return measured(self, case, *rest)
 
-    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(Bench, "_case", one)
     options = ["-m", SMALL, "--method", "naive", "--repetitions", "3", "--device", "cpu", "--save", str(tmp_path)]
     code, out, err = command(capsys, *options, "--new", "5,6,7")
     assert code == 130
@@ -333,6 +385,7 @@ def test_interrupt_keeps_what_is_finished(
         (["--dtype", "fp61"], "did you mean 'fp16'"),
         (["--batch", "two"], "--batch takes whole numbers"),
         (["-m", "random:nothing", "--device", "cpu"], "unknown model"),
+        (["--prompt", "5000", "--device", "cpu", "--method", "torch"], "nothing could be measured"),
         (["compare", "a"], "two results are compared"),
         (["compare", "/none/a", "/none/b"], "cannot read"),
     ],

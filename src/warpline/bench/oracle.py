@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from warpline.model.weights import Weights
 
 #: Half a unit in the last place of each storage type.
 ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
-#: Rows that are judged at most; all rows of a batch run through the same kernels.
-ROWS = 4
+#: Rows and tokens that are judged at most; all rows of a batch run through the same kernels.
+ROWS, TOKENS = 4, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +33,34 @@ class Verdict:
 class Oracle:
     """The weights in float32 in the readable model."""
 
-    def __init__(self, weights: Weights):
+    def __init__(self, weights: Weights, window: int | None = None):
+        config = weights.config if window is None else replace(weights.config, window=window)
         with torch.device("meta"):
-            self.model = GPT2(weights.config)
+            self.model = GPT2(config)
         tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
         self.model.load_state_dict(tensors, assign=True)
         self.model.requires_grad_(False).eval()
-        self.layers = weights.config.n_layer
+        self.layers = config.n_layer
+        self._verdicts: dict[bytes, Verdict] = {}
+
+    def judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:
+        """The verdict on `tokens` [B, new] behind `prompts` [B, P]; the same tokens are judged once."""
+        rows = max(1, min(ROWS, TOKENS // (prompts.shape[1] + tokens.shape[1])))
+        prompts, tokens = prompts[:rows], tokens[:rows]
+        key = tokens.cpu().numpy().tobytes()
+        if key not in self._verdicts:
+            self._verdicts[key] = self._judge(prompts, tokens.to(prompts.device), dtype)
+        return self._verdicts[key]
 
     @torch.inference_mode()
-    def judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:
+    def _judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:
         """A token is right if no other is likelier by more than rounding explains: about four roundings a layer,
         adding up like a random walk, relative to the spread of the logits; eight times that is allowed."""
-        prompts, tokens = prompts[:ROWS], tokens[:ROWS].to(prompts.device)
         text = torch.cat((prompts, tokens[:, :-1]), dim=1)
-        logits = self.model(text)[:, prompts.shape[1] - 1 :]  # [B, new, V]
+        if tokens.shape[1] == 1:
+            logits = self.model(text, last=text.new_full((len(text),), text.shape[1] - 1))[:, None]
+        else:
+            logits = self.model(text)[:, prompts.shape[1] - 1 :]  # [B, new, V]
         best = logits.max(dim=-1)
         taken = logits.gather(-1, tokens[..., None])[..., 0]
         deficit = (best.values - taken) / logits.std(dim=-1)

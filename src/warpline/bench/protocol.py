@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,18 @@ class Sample:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock seconds of one call, the device idle before and after."""
+def timed_result(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Wall-clock seconds of one call, the device idle before and after, and what it returned."""
     _synchronise(device)
     start = time.perf_counter()
-    call()
+    result = call()
     _synchronise(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, result
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """The seconds alone."""
+    return timed_result(call, device)[0]
 
 
 def interleave(
@@ -59,20 +67,22 @@ def interleave(
     budget_seconds: float,
     least: int = 3,
 ) -> Iterator[tuple[str, float]]:
-    """(name, seconds) of every call in turn: `repetitions` rounds, or fewer where the budget ends, at least `least`.
+    """(name, seconds) of every call in turn, `least` to `repetitions` times: beyond the least, each has an equal part
+    of the budget, so that the slow ones drop out first.
 
     Every other round goes backwards, so that nobody always runs behind the same neighbour.
     """
-    start = time.perf_counter()
+    part = budget_seconds / max(1, len(calls))
+    taken = dict.fromkeys(calls, 0.0)
     for turn in range(repetitions):
-        if turn >= least and time.perf_counter() - start > budget_seconds:
-            return
-        names = list(calls)[:: 1 if turn % 2 == 0 else -1]
-        for name in names:
-            yield name, timed(calls[name], device)
+        names = [name for name in calls if turn < least or taken[name] < part]
+        for name in names[:: 1 if turn % 2 == 0 else -1]:
+            seconds = timed(calls[name], device)
+            taken[name] += seconds
+            yield name, seconds
 
 
-def collect(pairs: Iterator[tuple[str, float]]) -> dict[str, Sample]:
+def collect(pairs: Iterable[tuple[str, float]]) -> dict[str, Sample]:
     """The samples by name."""
     ordered = sorted(pairs, key=lambda pair: pair[0])
     return {n: Sample(tuple(s for _, s in group)) for n, group in itertools.groupby(ordered, key=lambda pair: pair[0])}

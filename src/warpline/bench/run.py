@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,22 +15,37 @@ from torch import Tensor
 
 from warpline import hardware
 from warpline.bench import methods as known
+from warpline.bench import plan
 from warpline.bench.methods.base import Method
+from warpline.bench.methods.names import METHODS
 from warpline.bench.oracle import Oracle
 from warpline.bench.process import measure_process
-from warpline.bench.protocol import Sample, collect, interleave, timed
+from warpline.bench.protocol import Sample, collect, interleave, timed, timed_result
 from warpline.bench.rows import provenance
+from warpline.bench.timing import copy_bandwidth, product_rate, read_bandwidth
 from warpline.bench.workloads import Case, Settings
 from warpline.config import ModelConfig
-from warpline.errors import DeviceError, WarplineError
+from warpline.errors import WarplineError
 from warpline.model import cost
-from warpline.model.weights import Weights, load
+from warpline.model.weights import TORCH_DTYPES, Weights, load, read_config
 
 logger = logging.getLogger(__name__)
 
 #: Tokens by which a method's speed is judged before it is given a long case.
 TRIAL_TOKENS = 4
-LATE = {"status": "skipped", "why": "the time given for the run was up"}
+NO_TIME = {"status": "skipped", "why": "no time for it in this run: --minutes says how long one may take"}
+
+Row = dict[str, Any]
+Tick = Callable[[float], None]
+
+
+@dataclass(slots=True)
+class Built:
+    """A method that is warm and was judged right."""
+
+    method: Method
+    row: Row
+    seconds: float  # of the generation that was judged
 
 
 @dataclass(slots=True)
@@ -37,131 +53,190 @@ class Bench:
     """A run: its origin, measured once, and the rows as they come."""
 
     settings: Settings
-    origin: dict[str, Any] = field(default_factory=dict)
+    origin: Row = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     _weights: tuple[tuple[str, str], Weights] | None = None
+    _rates: dict[str, float] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Measure what this machine can do, now."""
-        device = hardware.describe(self.settings.device)
-        read = hardware.measure_bandwidth(self.settings.device)
-        self.origin = provenance() | {"device": device.name, "read_gb_s": round(read, 1), "clocks": clocks()}
-        if device.kind == "cuda":
-            from warpline.bench.timing import copy_bandwidth
-
-            self.origin["copy_gb_s"] = round(copy_bandwidth(), 1)
+        described = hardware.describe(self.settings.device)
+        self.origin = provenance() | {"device": described.name}
+        if described.kind == "cuda":
+            self.origin |= {"read_gb_s": round(read_bandwidth(), 1), "copy_gb_s": round(copy_bandwidth(), 1)}
         else:
-            self.origin["threads"] = torch.get_num_threads()
+            read = hardware.measure_bandwidth(self.settings.device)
+            self.origin |= {"read_gb_s": round(read, 1), "threads": torch.get_num_threads()}
 
-    def run(
-        self, cases: Sequence[Case], methods: Sequence[str], tick: Callable[[float], None]
-    ) -> Iterator[dict[str, Any]]:
-        """A row per case and method, in that order; `tick` counts them."""
-        for case in cases:
-            for row in self._case(case, methods):
-                tick(1)
-                yield self.origin | asdict(case) | row
+    def run(self, cases: Sequence[Case], methods: Sequence[str], tick: Tick) -> Iterator[list[Row]]:
+        """The rows of each case, a row for each method; `tick` counts methods."""
+        for i, case in enumerate(cases):
+            config = read_config(case.model)
+            case_origin = self.origin | asdict(case) | {"product_tflop_s": self._rate(case.dtype)}
+            deadline = time.monotonic() + self._share(cases[i:], methods)
+            rows = self._case(case, config, methods, deadline, tick)
+            case_origin["clocks"] = hardware.clocks(self.settings.device)
+            yield [case_origin | rows[name] for name in METHODS if name in rows]
 
-    def _case(self, case: Case, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        device = torch.device(self.settings.device)
-        weights = self.load(case)
-        reason = case.obstacle(weights.config)
-        if reason is not None:
-            yield from ({"method": name, "status": "impossible", "why": reason} for name in names)
-            return
-        self._require_memory(case, weights)
-        if case.kind in ("coldstart", "memory"):
-            for name in names:
-                why = known.find(name).obstacle(case, device)
-                if why is not None:
-                    yield {"method": name, "status": "missing", "why": why}
-                else:
-                    yield {"method": name} | (LATE if self._is_late else measure_process(name, case, device))
-            return
-        generator = torch.Generator().manual_seed(case.prompt)
-        prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
-        config = weights.config if case.window is None else replace(weights.config, window=case.window)
-        oracle = Oracle(replace(weights, config=config))
-        if case.kind == "prefill":
-            expected = case.batch * timed(lambda: oracle.model(prompts[:1]), device)
-            if expected > self.settings.patience_seconds:
-                why = f"more than {self.settings.patience_seconds:g} s for one prompt: --patience allows it"
-                yield from ({"method": name, "status": "skipped", "why": why} for name in names)
-                return
-        built: dict[str, Method] = {}
-        rows = {
-            name: {"method": name} | self._build(name, case, weights, prompts, oracle, device, built) for name in names
-        }
-        samples = self._time(case, built, prompts, device)
-        for name in built:
-            rows[name] |= figures(case, config, samples, name, self.origin)
-        for method in built.values():
-            method.close()
-        built.clear()
-        _tidy()
-        yield from rows.values()
+    # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _build(
-        self,
-        name: str,
-        case: Case,
-        weights: Weights,
-        prompts: Tensor,
-        oracle: Oracle,
-        device: torch.device,
-        built: dict[str, Method],
-    ) -> dict[str, Any]:
-        """Make the method, warm it up and judge it; what goes wrong is the row's to tell."""
-        kind = known.find(name)
-        why = kind.obstacle(case, device)
-        if why is not None:
-            return {"status": "missing", "why": why}
-        if self._is_late:
-            return LATE
-        try:
-            method = kind(weights, case, device)
-            slow = self._too_slow(method, case, prompts, device)
-            if slow is not None:
-                method.close()
-                return {"status": "skipped", "why": slow}
-            for _ in range(method.warm_up):
-                tokens = _tokens(method, case, prompts)
-        except (RuntimeError, ImportError, ValueError, TypeError, WarplineError) as error:
-            logger.debug("%s failed", name, exc_info=True)
-            return {"status": "failed", "why": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
-        verdict = oracle.judge(prompts, tokens, case.dtype)
-        judged = {"agreeing": round(verdict.agreeing, 4), "deficit": round(verdict.worst, 6)}
-        if kind.exact and not verdict.right:
-            method.close()
-            return judged | {"status": "wrong", "why": f"its tokens are {verdict.worst:.2g} σ from the likeliest"}
-        built[name] = method
-        return judged | {"status": "ok", "title": kind.title}
+    def _rate(self, dtype: str) -> float:
+        """TFLOP/s of a large product, measured once for each dtype."""
+        if dtype not in self._rates:
+            on_gpu = self.settings.device != "cpu"
+            rate = product_rate(TORCH_DTYPES[dtype]) if on_gpu else product_rate(torch.float32, 1024, "cpu")
+            self._rates[dtype] = round(rate, 4)
+        return self._rates[dtype]
+
+    def _at_best(self, case: Case) -> float:
+        """Seconds of one generation at the limits of this machine."""
+        return plan.seconds_at_best(case, read_config(case.model), self.origin["read_gb_s"], self._rate(case.dtype))
 
     @property
-    def _is_late(self) -> bool:
-        return time.monotonic() - self.begun > self.settings.limit_seconds
-
-    def _too_slow(self, method: Method, case: Case, prompts: Tensor, device: torch.device) -> str | None:
-        """Whether one generation would try the user's patience, judged by its first few tokens, once they are warm."""
-        if case.kind == "prefill" or case.new <= TRIAL_TOKENS:
-            return None
-        for _ in range(2):
-            seconds = timed(lambda: method.generate(prompts, TRIAL_TOKENS), device)
-        expected = seconds / TRIAL_TOKENS * case.new
-        if expected <= self.settings.patience_seconds:
-            return None
+    def _impatience(self) -> str:
         return f"more than {self.settings.patience_seconds:g} s for one generation: --patience allows it"
 
-    def _time(self, case: Case, built: dict[str, Method], prompts: Tensor, device: torch.device) -> dict[str, Sample]:
-        calls: dict[str, Callable[[], object]] = {}
-        for name, method in built.items():
-            if case.kind == "prefill":
-                calls[f"{name} whole"] = lambda m=method: m.logits(prompts)  # type: ignore[misc]
+    def _share(self, cases: Sequence[Case], methods: Sequence[str]) -> float:
+        """Seconds that the first of these cases may take."""
+        if math.isinf(self.settings.limit_seconds):
+            return math.inf
+        device = torch.device(self.settings.device)
+        needs = []
+        for case in cases:
+            able = [kind for kind in map(known.find, methods) if kind.obstacle(case, device) is None]
+            needs.append(plan.need(case, self._at_best(case), [kind.startup_seconds for kind in able]))
+        return plan.share(max(0.0, self._left), needs)
+
+    @property
+    def _left(self) -> float:
+        return self.begun + self.settings.limit_seconds - time.monotonic()
+
+    # --- one case -----------------------------------------------------------------------------------------------------
+
+    def _case(
+        self, case: Case, config: ModelConfig, names: Sequence[str], deadline: float, tick: Tick
+    ) -> dict[str, Row]:
+        device = torch.device(self.settings.device)
+        rows: dict[str, Row] = {name: {"method": name, "title": known.find(name).title} for name in names}
+        reason = case.obstacle(config) or self._too_large(case, config)
+        for name, row in rows.items():
+            why = known.find(name).obstacle(case, device)
+            if why is not None:
+                row |= {"status": "missing", "why": why}
+            elif reason is not None:
+                row |= {"status": "impossible", "why": reason}
+            elif self._left <= 0:
+                row |= NO_TIME
+        if self._at_best(case) > self.settings.patience_seconds:
+            for row in rows.values():
+                row.setdefault("status", "skipped")
+                row.setdefault("why", self._impatience)
+        waiting = [name for name in names if "status" not in rows[name]]
+        tick(len(names) - len(waiting))
+        if case.kind in ("coldstart", "memory"):
+            self._processes(case, device, {name: rows[name] for name in waiting}, deadline, tick)
+        elif waiting:
+            weights = self.load(case)
+            generator = torch.Generator().manual_seed(case.prompt)
+            prompts = torch.randint(config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
+            self._generations(case, weights, prompts, {name: rows[name] for name in waiting}, deadline, tick)
+        return rows
+
+    def _processes(self, case: Case, device: torch.device, rows: dict[str, Row], deadline: float, tick: Tick) -> None:
+        for i, (name, row) in enumerate(rows.items()):
+            out_of_time = self._left <= 0 or (i > 0 and time.monotonic() > deadline)
+            row |= NO_TIME if out_of_time else measure_process(name, case, device)
+            tick(1)
+
+    def _generations(
+        self, case: Case, weights: Weights, prompts: Tensor, rows: dict[str, Row], deadline: float, tick: Tick
+    ) -> None:
+        oracle = Oracle(weights, case.window)
+        built: dict[str, Built] = {}
+        for name, row in rows.items():
+            promised = sum(one.seconds for one in built.values())  # everybody is timed once more, in turn
+            left = deadline - time.monotonic() - promised if built else math.inf
+            found = self._build(name, row, case, weights, prompts, oracle, left)
+            if found is not None:
+                built[name] = found
+            tick(0.5 if found is not None else 1)
+        del oracle
+        samples = self._time(case, built, prompts, deadline)
+        for name, one in built.items():
+            one.row |= figures(case, weights.config, samples, name, self.origin, self._rate(case.dtype))
+            one.method.close()
+            tick(0.5)
+        built.clear()
+        _tidy()
+
+    def _build(
+        self, name: str, row: Row, case: Case, weights: Weights, prompts: Tensor, oracle: Oracle, left: float
+    ) -> Built | None:
+        """Make the method, warm it up and judge it, in the time that is left; what goes wrong is the row's to tell."""
+        kind = known.find(name)
+        if kind.startup_seconds > left:
+            row |= NO_TIME
+            return None
+        begun = time.monotonic()
+        method: Method | None = None
+        try:
+            method = kind(weights, case, prompts.device)
+            expected = self._expected(method, case, prompts)
+            left -= time.monotonic() - begun
+            if expected > self.settings.patience_seconds:
+                row |= {"status": "skipped", "why": self._impatience}
+            elif (method.warm_up + 2) * expected > left:
+                row |= NO_TIME
             else:
-                calls[f"{name} whole"] = lambda m=method: m.generate(prompts, case.new)  # type: ignore[misc]
-                calls[f"{name} first"] = lambda m=method: m.generate(prompts, 1)  # type: ignore[misc]
-        options = {"repetitions": self.settings.repetitions, "budget_seconds": self.settings.budget_seconds}
-        return collect(interleave(calls, device, **options))  # type: ignore[arg-type]
+                for _ in range(method.warm_up):
+                    _tokens(method, case, prompts)
+                seconds, tokens = timed_result(lambda: _tokens(method, case, prompts), prompts.device)
+                verdict = oracle.judge(prompts, tokens, case.dtype)
+                row |= {"agreeing": round(verdict.agreeing, 4), "deficit": round(verdict.worst, 6)}
+                if verdict.right or not kind.exact:
+                    row["status"] = "ok"
+                    return Built(method, row, seconds)
+                row |= {"status": "wrong", "why": f"its tokens are {verdict.worst:.2g} σ from the likeliest"}
+        except (RuntimeError, ImportError, ValueError, TypeError, WarplineError) as error:
+            logger.debug("%s failed", name, exc_info=True)
+            row |= {"status": "failed", "why": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        if method is not None:
+            method.close()
+        return None
+
+    def _expected(self, method: Method, case: Case, prompts: Tensor) -> float:
+        """Seconds of one generation, judged by its first few tokens once they are warm."""
+        device = prompts.device
+        if case.kind == "prefill":
+            if method.warm_up:
+                method.logits(prompts)
+            return timed(lambda: method.logits(prompts), device)
+        few = min(TRIAL_TOKENS, case.new)
+        method.generate(prompts, few)
+        first, some = (timed(lambda n=n: method.generate(prompts, n), device) for n in (1, few))  # type: ignore[misc]
+        return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
+
+    def _time(self, case: Case, built: dict[str, Built], prompts: Tensor, deadline: float) -> dict[str, Sample]:
+        calls: dict[str, Callable[[], object]] = {}
+        for name, one in built.items():
+            if case.kind == "prefill":
+                calls[f"{name} whole"] = lambda m=one.method: m.logits(prompts)  # type: ignore[misc]
+            else:
+                calls[f"{name} whole"] = lambda m=one.method: m.generate(prompts, case.new)  # type: ignore[misc]
+                calls[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
+        hurried = not math.isinf(deadline)
+        budget = min(self.settings.budget_seconds, max(0.0, deadline - time.monotonic()))
+        return collect(
+            interleave(
+                calls,
+                prompts.device,
+                repetitions=self.settings.repetitions,
+                budget_seconds=budget,
+                least=1 if hurried else 3,
+            )
+        )
+
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     def load(self, case: Case) -> Weights:
         """Once for the cases in a row that share them."""
@@ -172,26 +247,24 @@ class Bench:
             self._weights = key, load(case.model, dtype=case.dtype, device=self.settings.device)
         return self._weights[1]
 
-    def _require_memory(self, case: Case, weights: Weights) -> None:
-        """Refuse before allocating what cannot fit: a KV cache, and the float32 weights of the oracle."""
-        if not self.settings.device.startswith("cuda"):
-            return
-        free, _ = torch.cuda.mem_get_info(self.settings.device)
-        positions = case.batch * (case.prompt + case.new)
-        cache = positions * cost.kv_bytes_per_position(weights.config, case.dtype)
-        need = cache + cost.weight_bytes(weights.config, "fp32")
-        if need > free:
-            raise DeviceError(
-                f"{case.label} needs {need:,} bytes, {need - free:,} more than are free: use a smaller batch or model"
-            )
+    def _too_large(self, case: Case, config: ModelConfig) -> str | None:
+        """What is missing for the weights, the oracle's in float32 and a KV cache, before any of it is allocated."""
+        free = hardware.free_bytes(self.settings.device)
+        if free is None:
+            return None
+        need = cost.weight_bytes(config, "fp32")
+        need += case.batch * (case.prompt + case.new) * cost.kv_bytes_per_position(config, case.dtype)
+        if self._weights is None or self._weights[0] != (case.model, case.dtype):
+            need += cost.weight_bytes(config, case.dtype)
+        if need <= free:
+            return None
+        return f"needs {need:,} bytes, {need - free:,} more than are free: use a smaller batch or model"
 
 
-def figures(
-    case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, origin: dict[str, Any]
-) -> dict[str, Any]:
+def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, origin: Row, tflop_s: float) -> Row:
     """What a row says of a method's times."""
     whole = samples[f"{name} whole"]
-    row: dict[str, Any] = {
+    row: Row = {
         "seconds": round(whole.median, 7),
         "seconds_p20": round(whole.percentile(0.2), 7),
         "seconds_p80": round(whole.percentile(0.8), 7),
@@ -203,6 +276,8 @@ def figures(
         work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
         row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
+        best = plan.seconds_at_best(case, config, origin["read_gb_s"], tflop_s)
+        row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
     first = samples[f"{name} first"].median
     steps = case.new - 1
@@ -218,17 +293,6 @@ def figures(
             row["gb_s"] = round(moved / decode / 1e9, 2)
             row["percent_of_limit"] = round(100 * moved / decode / 1e9 / origin["read_gb_s"], 2)
     return row
-
-
-def clocks() -> dict[str, int] | None:
-    """Clocks of the GPU in MHz, as the driver tells them; None where there is none to ask."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        return {"sm": torch.cuda.clock_rate()}
-    except (RuntimeError, ModuleNotFoundError) as error:  # torch asks through a package of its own
-        logger.warning("the GPU's clocks are not recorded: %s", error)
-        return None
 
 
 def _tokens(method: Method, case: Case, prompts: Tensor) -> Tensor:

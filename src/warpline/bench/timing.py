@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,8 +61,24 @@ def copy_bandwidth(megabytes: int = 1024) -> float:
     return 2 * source.nbytes / best / 1e3
 
 
-def product_rate(dtype: torch.dtype, size: int = 8192) -> float:
-    """TFLOP/s of a large matrix product through torch: the ceiling of a kernel that computes in `dtype`."""
-    a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+def product_rate(dtype: torch.dtype, size: int = 8192, device: str = "cuda") -> float:
+    """TFLOP/s of a large matrix product through torch: the ceiling of what computes in `dtype`."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / time_launches(lambda _: torch.mm(a, b, out=out), 1, launches=4).median / 1e6
+
+    def product(_: int) -> None:
+        torch.mm(a, b, out=out)
+
+    if device == "cpu":
+        microseconds = 1e6 * min(timeit.repeat(lambda: product(0), number=1, repeat=5))
+    else:
+        microseconds = time_launches(product, 1, launches=4).median
+    return 2 * size**3 / microseconds / 1e6
+
+
+def read_bandwidth(megabytes: int = 1024) -> float:
+    """GB/s at which torch reads: the better of a sum and a product with a vector, which write next to nothing."""
+    matrix = torch.empty(megabytes * 1_000_000 // (2 * 1024), 1024, dtype=torch.float16, device="cuda").normal_()
+    vector = torch.ones(1024, dtype=torch.float16, device="cuda")
+    ways = (lambda _: matrix.sum(), lambda _: torch.mv(matrix, vector))
+    return matrix.nbytes / min(time_launches(way, 1).median for way in ways) / 1e3

@@ -84,6 +84,8 @@ def bench(
     rows, interrupted = _run(wanted, methods, settings, save, quiet=as_json)
     if not rows:
         raise KeyboardInterrupt
+    if all(row["status"] in ("impossible", "missing") for row in rows):
+        raise ConfigError(f"nothing could be measured: {rows[0]['why']}")
     _write(rows, csv=csv, md=md, html=html, charts=charts)
     typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
     if interrupted:
@@ -97,19 +99,19 @@ def _run(
     from warpline.bench.report import card
     from warpline.bench.rows import append
     from warpline.bench.run import Bench
+    from warpline.model.weights import read_config
     from warpline.progress import progress
 
     bench = Bench(settings)
     bench.prepare()
     rows: list[dict[str, Any]] = []
-    shown: set[tuple[str, str]] = set()
+    if not quiet:
+        first = {(case.model, case.dtype): case for case in reversed(wanted)}
+        for case in reversed(first.values()):
+            _print_card(card(read_config(case.model), case, bench.origin["read_gb_s"]))
     with progress("Measuring", len(wanted) * len(methods)) as advance:
         try:
-            for case in wanted:
-                if not quiet and (case.model, case.dtype) not in shown:
-                    shown.add((case.model, case.dtype))
-                    _print_card(card(bench.load(case).config, case, bench.origin["read_gb_s"]))
-                found = list(bench.run([case], methods, advance))
+            for found in bench.run(wanted, methods, advance):
                 rows += found
                 if save is not None:
                     append(save, "bench", found)

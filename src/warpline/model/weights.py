@@ -55,23 +55,35 @@ def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
         return _load(model, torch.device(device), TORCH_DTYPES[dtype])
 
 
+def read_config(model: str) -> ModelConfig:
+    """The shape of what `load` would load, from its config alone."""
+    if model.startswith("random:"):
+        return random_config(model.removeprefix("random:"))[0]
+    path = _located(model)
+    return _config_beside(path) if path.is_file() else ModelConfig.from_hf(_read_json(path / "config.json"), str(path))
+
+
 def _load(model: str, *target: Any) -> Weights:
     if model.startswith("random:"):
         return _random(model, *target)
+    path = _located(model)
+    return _from_file(path, *target) if path.is_file() else _from_folder(path, model, *target)
+
+
+def _located(model: str) -> Path:
+    """The folder or file of a model, downloaded if it must be."""
     if model in BUILTIN:
-        return _from_folder(builtin.folder(model), model, *target)
+        return builtin.folder(model)
     try:
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user, a NUL
         raise ModelError(f"'{model[:80]}' is no usable path: {error}") from error
-    if is_folder:
-        return _from_folder(path, model, *target)
-    if is_file:
-        return _from_file(path, *target)
+    if is_folder or is_file:
+        return path
     if path.suffix in (".safetensors", ".bin") or model.startswith((".", "/", "~")):
         raise ModelError(f"there is no file or folder '{model}': check the path")
-    return _from_folder(_download(model), model, *target)
+    return _download(model)
 
 
 @contextmanager
@@ -178,13 +190,17 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def _from_file(path: Path, device: torch.device, dtype: torch.dtype) -> Weights:
+def _config_beside(path: Path) -> ModelConfig:
     if path.suffix != ".safetensors":
         raise ModelError(f"'{path}' is no .safetensors file: give one, or a folder with config.json and the weights")
     beside = path.parent / "config.json"
     if not beside.exists():
         raise ModelError(f"'{path}' needs its config.json beside it: the number of heads is not in the tensors")
-    config = ModelConfig.from_hf(_read_json(beside), str(path.parent))
+    return ModelConfig.from_hf(_read_json(beside), str(path.parent))
+
+
+def _from_file(path: Path, device: torch.device, dtype: torch.dtype) -> Weights:
+    config = _config_beside(path)
     tensors = _collect(_safetensors([path]), config, str(path), device, dtype)
     return Weights(str(path), config, tensors, path.parent)
 
