@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: every method that runs there answers with the oracle's tokens, and rows say what was measured."""
+"""The benchmark on a GPU: every method that runs there answers with the oracle's tokens, and rows are whole."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from warpline.bench.timing import copy_bandwidth, read_bandwidth
 from warpline.bench.workloads import Case
 from warpline.cli.main import main
 from warpline.model.weights import load
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor")  # its advice on precision and softmax
 
 GPU = torch.device("cuda")
 NAMES = [name for name in METHODS if "cuda" in methods.find(name).devices and methods.find(name).missing() is None]

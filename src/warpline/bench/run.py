@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -156,7 +157,9 @@ class Bench:
         for name, row in rows.items():
             promised = sum(one.seconds for one in built.values())  # everybody is timed once more, in turn
             left = deadline - time.monotonic() - promised if built else math.inf
-            found = self._build(name, row, case, weights, prompts, oracle, left)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")  # advice to others
+                found = self._build(name, row, case, weights, prompts, oracle, left)
             if found is not None:
                 built[name] = found
             tick(0.5 if found is not None else 1)

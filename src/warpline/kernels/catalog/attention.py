@@ -87,10 +87,13 @@ def _flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
 
 
 def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
+    heads = dims["batch"] * dims["heads"]
     if dtype == "fp32":
-        return {"tile_queries": 64 if dims["depth"] <= 64 else 32, "tile_keys": 32, "warps": 8, "stages": 2}
-    blocks = dims["batch"] * dims["heads"] * -(-dims["queries"] // 128)
-    if arch_number(arch) < 80 or dims["depth"] > 64 or blocks < 264:
+        few = dims["depth"] > 64 or heads * -(-dims["queries"] // 64) < 264
+        # Shared memory decides how many keys: less on Turing, twice as much for each where heads are large.
+        keys = 32 if dims["depth"] > 64 or (not few and arch_number(arch) < 80) else 64
+        return {"tile_queries": 32 if few else 64, "tile_keys": keys, "warps": 8, "stages": 2}
+    if arch_number(arch) < 80 or dims["depth"] > 64 or heads * -(-dims["queries"] // 128) < 264:
         return {"tile_queries": 64, "tile_keys": 64, "warps": 4, "stages": 2}
     return {"tile_queries": 128, "tile_keys": 64, "warps": 4, "stages": 2}
 

@@ -187,16 +187,18 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     def choice(m: int, n: int, k: int, warps_m: int, warps_n: int, stages: int) -> Tunables:
         return dict(zip(_MATMUL_TUNABLES, (m, n, k, warps_m, warps_n, stages), strict=True))
 
+    def tiles(m: int, n: int) -> int:
+        return -(-dims["rows"] // m) * -(-dims["outputs"] // n)
+
     if dtype == "fp32":
-        return choice(128, 64, 16, 2, 4, 2)
+        if tiles(128, 96) < 192:
+            return choice(64, 64, 32, 2, 4, 2)
+        return choice(128, 96, 16, 2, 4, 2) if tiles(128, 96) < 1024 else choice(128, 64, 16, 2, 4, 2)
     if arch_number(arch) < 80:
         return choice(128, 128, 32, 2, 4, 2)
-    tiles = -(-dims["rows"] // 128) * -(-dims["outputs"] // 192)
-    if tiles >= 96 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
+    if tiles(128, 192) >= 96 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
         return choice(128, 192, 64, 2, 4, 3)
-    if -(-dims["rows"] // 64) * -(-dims["outputs"] // 96) >= 96:
-        return choice(64, 96, 64, 2, 2, 4)
-    return choice(64, 64, 64, 2, 2, 4)
+    return choice(64, 96, 64, 2, 2, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 4)
 
 
 def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
