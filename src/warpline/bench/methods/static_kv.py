@@ -49,13 +49,16 @@ class _Block(nn.Module):
         self.register_buffer("k", some.new_zeros(shape))
         self.register_buffer("v", some.new_zeros(shape))
 
-    def forward(self, x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         y = F.layer_norm(x, x.shape[-1:], self.ln_1_weight, self.ln_1_bias, self.epsilon)
         qkv = F.linear(y, self.attn_c_attn_weight, self.attn_c_attn_bias)  # [B, T, 3C]
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))  # [B, H, T, D]
         self.k[:, :, position] = k
         self.v[:, :, position] = v
-        y = F.scaled_dot_product_attention(q, self.k, self.v, mask, scale=self.scale)
+        if mask is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        else:
+            y = F.scaled_dot_product_attention(q, self.k, self.v, mask, scale=self.scale)
         x = x + F.linear(y.transpose(1, 2).flatten(-2), self.attn_c_proj_weight, self.attn_c_proj_bias)
         y = F.layer_norm(x, x.shape[-1:], self.ln_2_weight, self.ln_2_bias, self.epsilon)
         y = activate(F.linear(y, self.mlp_c_fc_weight, self.mlp_c_fc_bias), self.activation)
@@ -63,7 +66,8 @@ class _Block(nn.Module):
 
 
 class StaticModel(nn.Module):
-    """Ids [B, T] at `position` [T], the same for all rows → logits [B, V] of the last one."""
+    """Ids [B, T] at `position` [T], the same for all rows → logits [B, V] of the last one. Several ids are a prompt, at
+    positions 0 to T - 1: they see each other alone, which needs neither cache nor mask."""
 
     wte_weight: Tensor
     wpe_weight: Tensor
@@ -75,7 +79,7 @@ class StaticModel(nn.Module):
     def __init__(self, weights: Weights, batch: int, slots: int, window: int | None):
         super().__init__()
         config, tensors = weights.config, weights.tensors
-        self.epsilon = config.layer_norm_epsilon
+        self.epsilon, self.window = config.layer_norm_epsilon, window
         for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias"):
             self.register_buffer(name.replace(".", "_"), tensors[name])
         self.register_buffer("head", tensors.get("lm_head.weight", tensors["wte.weight"]))
@@ -88,7 +92,7 @@ class StaticModel(nn.Module):
     def forward(self, ids: Tensor, position: Tensor) -> Tensor:
         """One pass; K and V go into the cache."""
         x = self.wte_weight[ids] + self.wpe_weight[position]
-        mask = self.seen[position]  # [T, S]
+        mask = None if len(position) > 1 and self.window is None else self.seen[position]  # [T, S]
         for block in self.blocks:
             x = block(x, position, mask)
         x = F.layer_norm(x[:, -1], x.shape[-1:], self.ln_f_weight, self.ln_f_bias, self.epsilon)
