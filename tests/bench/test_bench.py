@@ -84,7 +84,6 @@ def test_methods_agree_with_the_oracle_to_the_token(name: str, batch: int) -> No
     method = methods.find(name)(weights, one, CPU)
     assert torch.equal(method.generate(prompts, 12), expected)
     assert torch.equal(method.generate(prompts, 3), expected[:, :3])  # nothing of the last run is left
-    assert torch.equal(method.logits(prompts).argmax(dim=-1), expected[:, 0])
 
 
 @pytest.mark.parametrize("name", ["torch", "static-kv"])
@@ -112,7 +111,6 @@ def test_other_engines_agree(name: str) -> None:
     prompts = torch.randint(weights.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(3))
     method = methods.find(name)(weights, one, CPU)
     assert torch.equal(method.generate(prompts, 6), Naive(weights, one, CPU).generate(prompts, 6))
-    assert torch.equal(method.logits(prompts).argmax(dim=-1), method.generate(prompts, 1)[:, 0])
     method.close()
 
 

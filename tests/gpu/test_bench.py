@@ -37,7 +37,6 @@ def test_methods_agree_with_the_oracle(name: str) -> None:
     for _ in range(3):  # captured graphs come into play from the second time on
         assert torch.equal(method.generate(prompts, 24).cpu(), expected.cpu())
     assert torch.equal(method.generate(prompts, 3).cpu(), expected[:, :3].cpu())
-    assert torch.equal(method.logits(prompts).argmax(dim=-1).cpu(), expected[:, 0].cpu())
     method.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from warpline.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Drawing = Callable[[Sequence[Row]], "Figure"]
 
 PROUD, PLAIN = "#c2410c", "#64748b"
 
@@ -62,29 +66,40 @@ def against_context(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def png(figure: Figure) -> bytes:
-    """The picture's bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return buffer.getvalue()
-
-
-def charts(rows: Sequence[Row]) -> dict[str, bytes]:
-    """Every picture the rows allow, by name: bars for each case, a line chart for decoding at several contexts."""
-    pictures: dict[str, bytes] = {}
+def pictures(rows: Sequence[Row]) -> dict[str, tuple[Drawing, list[Row]]]:
+    """Every picture the rows allow, by name, and of which rows: bars for each case that was timed, lines for decoding at
+    several contexts."""
+    found: dict[str, tuple[Drawing, list[Row]]] = {}
     for group in grouped(rows).values():
         if any(row["status"] == "ok" and "seconds" in row for row in group):
             first = group[0]
             shape = f"{first['batch']}x{first['prompt']}+{first['new']}"
-            pictures[_slug(f"{first['workload']} {first['model']} {first['dtype']} {shape}")] = png(bars(group))
+            found[_slug(f"{first['workload']} {first['model']} {first['dtype']} {shape}")] = bars, group
     lines: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["kind"] == "decode" and "us_per_token" in row:
             lines.setdefault((row["model"], row["dtype"], row["batch"]), []).append(row)
     for (model, dtype, batch), group in lines.items():
         if len({row["prompt"] for row in group}) > 1:
-            pictures[_slug(f"context {model} {dtype} {batch}")] = png(against_context(group))
-    return pictures
+            found[_slug(f"context {model} {dtype} {batch}")] = against_context, group
+    return found
+
+
+def png(draw: Drawing, rows: Sequence[Row]) -> bytes:
+    """A picture's bytes; it says in itself of which rows it is, so that a stale one can be told."""
+    buffer = io.BytesIO()
+    draw(rows).savefig(buffer, format="png", dpi=130, metadata={"Source": digest(rows), "Software": None})
+    return buffer.getvalue()
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """Of some rows, in short."""
+    return hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def charts(rows: Sequence[Row]) -> dict[str, bytes]:
+    """All pictures, drawn."""
+    return {name: png(draw, group) for name, (draw, group) in pictures(rows).items()}
 
 
 def _slug(name: str) -> str:

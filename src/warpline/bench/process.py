@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -76,11 +75,8 @@ def main(job: str) -> None:
     first = time.time()
     if case.kind == "memory":
         method.generate(prompts, case.new).cpu()
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    sys.stdout.write(json.dumps({"first_token_at": first, "peak_bytes": peak}) + "\n")
+    sys.stdout.write(json.dumps({"first_token_at": first, "peak_bytes": method.peak_bytes()}) + "\n")
+    method.close()
 
 
 if __name__ == "__main__":

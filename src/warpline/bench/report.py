@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from warpline.bench.methods.names import OURS
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 from warpline.model import cost
@@ -33,6 +34,40 @@ def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
+
+
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The rows of each case's newest run: what was measured at different times is not compared."""
+    found = []
+    for group in grouped(rows).values():
+        latest = max(row["time"] for row in group)
+        found += [row for row in group if row["time"] == latest]
+    return found
+
+
+def losses(rows: Sequence[Row]) -> list[str]:
+    """A line for each workload, model and dtype in which somebody is ahead of the best of ours."""
+    behind: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
+    cases: dict[tuple[str, str, str], int] = {}
+    for group in grouped(rows).values():
+        timed = [row for row in group if row["status"] == "ok" and "seconds" in row]
+        ours = [row for row in timed if row["method"] in OURS]
+        if not ours or len(timed) == len(ours):
+            continue
+        name = (group[0]["workload"], group[0]["model"], group[0]["dtype"])
+        cases[name] = cases.get(name, 0) + 1
+        best, own = (min(some, key=lambda row: row["seconds"]) for some in (timed, ours))
+        if best is not own:
+            behind.setdefault(name, []).append((own["seconds"] / best["seconds"], best["method"], own["method"]))
+    lines = []
+    for (workload, model, dtype), found in behind.items():
+        found.sort()
+        span = f"{found[0][0]:.2f}" if len(found) == 1 else f"{found[0][0]:.2f} to {found[-1][0]:.2f}"
+        who = " or ".join(f"`{name}`" for name in sorted({peer for _, peer, _ in found}))
+        mine = " or ".join(f"`{name}`" for name in sorted({name for _, _, name in found}))
+        count = f"{len(found)} of {cases[workload, model, dtype]} cases"
+        lines.append(f"{workload}, {model} {dtype}: {who} is {span} times as fast as our {mine}, in {count}")
+    return lines
 
 
 def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, str]]:

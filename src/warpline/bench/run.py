@@ -104,7 +104,8 @@ class Bench:
         device = torch.device(self.settings.device)
         needs = []
         for case in cases:
-            able = [kind for kind in map(known.find, methods) if kind.obstacle(case, device) is None]
+            possible = case.obstacle(read_config(case.model)) is None
+            able = [kind for kind in map(known.find, methods) if possible and kind.obstacle(case, device) is None]
             needs.append(plan.need(case, self._at_best(case), [kind.startup_seconds for kind in able]))
         return plan.share(max(0.0, self._left), needs)
 
@@ -209,24 +210,24 @@ class Bench:
 
     def _expected(self, method: Method, case: Case, prompts: Tensor) -> float:
         """Seconds of one generation, judged by its first few tokens once they are warm."""
-        device = prompts.device
         if case.kind == "prefill":
             if method.warm_up:
-                method.logits(prompts)
-            return timed(lambda: method.logits(prompts), device)
+                method.generate(prompts, 1)
+            return timed(lambda: method.generate(prompts, 1), prompts.device)
         few = min(TRIAL_TOKENS, case.new)
         method.generate(prompts, few)
-        first, some = (timed(lambda n=n: method.generate(prompts, n), device) for n in (1, few))  # type: ignore[misc]
+        first, some = (
+            timed(lambda n=n: method.generate(prompts, n), prompts.device)  # type: ignore[misc]
+            for n in (1, few)
+        )
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
 
     def _time(self, case: Case, built: dict[str, Built], prompts: Tensor, deadline: float) -> dict[str, Sample]:
         calls: dict[str, Callable[[], object]] = {}
         for name, one in built.items():
-            if case.kind == "prefill":
-                calls[f"{name} whole"] = lambda m=one.method: m.logits(prompts)  # type: ignore[misc]
-            else:
+            if case.kind != "prefill":
                 calls[f"{name} whole"] = lambda m=one.method: m.generate(prompts, case.new)  # type: ignore[misc]
-                calls[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
+            calls[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
         hurried = not math.isinf(deadline)
         budget = min(self.settings.budget_seconds, max(0.0, deadline - time.monotonic()))
         return collect(
@@ -266,7 +267,7 @@ class Bench:
 
 def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, origin: Row, tflop_s: float) -> Row:
     """What a row says of a method's times."""
-    whole = samples[f"{name} whole"]
+    whole = samples[f"{name} first" if case.kind == "prefill" else f"{name} whole"]
     row: Row = {
         "seconds": round(whole.median, 7),
         "seconds_p20": round(whole.percentile(0.2), 7),
@@ -300,9 +301,7 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
 
 def _tokens(method: Method, case: Case, prompts: Tensor) -> Tensor:
     """What a case's method answers, as tokens [B, new]."""
-    if case.kind == "prefill":
-        return method.logits(prompts).argmax(dim=-1, keepdim=True)
-    return method.generate(prompts, case.new).clone()
+    return method.generate(prompts, max(1, case.new)).clone()
 
 
 def _tidy() -> None:

@@ -105,13 +105,12 @@ def cases(
         if any(value < 1 for value in values):
             raise ConfigError(f"{what} must be at least 1, not {min(values)}")
     found: dict[Case, None] = {}
-    for name in names:
-        workload = WORKLOADS[one_of(name, WORKLOADS, "workload")]
-        for shape, model, dtype, window in itertools.product(workload.shapes, models, dtypes, windows):
-            batch, prompt, count = shape
+    workloads = [WORKLOADS[one_of(name, WORKLOADS, "workload")] for name in names]
+    for model, dtype, workload, window in itertools.product(models, dtypes, workloads, windows):
+        for batch, prompt, count in workload.shapes:
             for b, p, n in itertools.product(batches or (batch,), prompts or (prompt,), new or (count,)):
                 case = Case(
-                    workload=name,
+                    workload=workload.name,
                     kind=workload.kind,
                     model=model,
                     dtype=dtype,

@@ -1,8 +1,9 @@
-"""What a method is: built from weights for one case, then asked for tokens and for logits."""
+"""What a method is: built from weights for one case, then asked for tokens."""
 
 from __future__ import annotations
 
 import atexit
+import resource
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -77,9 +78,11 @@ class Method(ABC):
     def generate(self, prompts: Tensor, new: int) -> Tensor:
         """`new` tokens [B, new] behind `prompts` [B, P], never ending early."""
 
-    @abstractmethod
-    def logits(self, prompts: Tensor) -> Tensor:
-        """Logits [B, V] of the token behind `prompts`: the prefill."""
+    def peak_bytes(self) -> int:
+        """The most memory it has taken: on a GPU what was allocated, else of the whole process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
         """Let go of what it holds."""

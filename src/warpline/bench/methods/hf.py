@@ -52,12 +52,6 @@ class _Transformers(Method):
         )
         return out[:, prompts.shape[1] :]
 
-    @torch.no_grad()
-    def logits(self, prompts: Tensor) -> Tensor:
-        """With the cache filled, as generate would."""
-        result: Tensor = self.model(prompts, use_cache=True, logits_to_keep=1).logits[:, -1]
-        return result
-
     def close(self) -> None:
         """The model holds copies."""
         super().close()

@@ -60,7 +60,7 @@ class _Graph:
 
 
 def build(weights: Weights, path: Path) -> None:
-    """Write the model: ids [B, T], position [T] and each layer's past → token [B], logits [B, V] and present."""
+    """Write the model: ids [B, T], position [T] and each layer's past → token [B] and present."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -92,8 +92,7 @@ def build(weights: Weights, path: Path) -> None:
     graph.constants["last"] = np.array(-1)
     x = graph.norm(graph.node("Gather", x, "last", axis=1), "ln_f", epsilon)  # [B, C]
     head = wte if config.tie_word_embeddings else graph.constant("lm_head.weight")
-    graph.node("Gemm", x, head, transB=1, results=("logits",))
-    graph.node("ArgMax", "logits", axis=-1, keepdims=0, results=("token",))
+    graph.node("ArgMax", graph.node("Gemm", x, head, transB=1), axis=-1, keepdims=0, results=("token",))
 
     def values(kind: int, shapes: dict[str, list[str | int]]) -> list[Any]:
         return [helper.make_tensor_value_info(name, kind, shape) for name, shape in shapes.items()]
@@ -104,7 +103,6 @@ def build(weights: Weights, path: Path) -> None:
 
     inputs = values(TensorProto.INT64, {"ids": ["batch", "length"], "position": ["length"]})
     outputs = values(TensorProto.INT64, {"token": ["batch"]})
-    outputs += values(TensorProto.FLOAT, {"logits": ["batch", config.vocab_size]})
     constants = [numpy_helper.from_array(array, name) for name, array in graph.constants.items()]
     model = helper.make_model(
         helper.make_graph(graph.nodes, "gpt2", inputs + cache("past"), outputs + cache("present"), constants),
@@ -147,8 +145,8 @@ class OnnxRuntime(Method):
         self._session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self._caches = cache_names(weights.config)
 
-    def _run(self, ids: Any, position: int, past: dict[str, Any] | None, wanted: str) -> tuple[Any, dict[str, Any]]:
-        """The output called `wanted` behind ids [B, T], and K and V for the next step."""
+    def _run(self, ids: Any, position: int, past: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """The tokens [B] behind ids [B, T], and K and V for the next step."""
         from onnxruntime import OrtValue
 
         config = self.weights.config
@@ -157,7 +155,7 @@ class OnnxRuntime(Method):
             past = {f"past_{name}": OrtValue.ortvalue_from_numpy(empty) for name in self._caches}
         where = np.arange(position, position + ids.shape[1])
         feeds = {name: OrtValue.ortvalue_from_numpy(array) for name, array in (("ids", ids), ("position", where))}
-        names = [wanted, *(f"present_{name}" for name in self._caches)]
+        names = ["token", *(f"present_{name}" for name in self._caches)]
         answer, *present = self._session.run_with_ort_values(names, feeds | past)
         return answer.numpy(), {f"past_{name}": one for name, one in zip(self._caches, present, strict=True)}
 
@@ -167,15 +165,11 @@ class OnnxRuntime(Method):
         past: dict[str, Any] | None = None
         tokens = []
         for _ in range(new):
-            token, past = self._run(ids, position, past, "token")
+            token, past = self._run(ids, position, past)
             position += ids.shape[1]
             ids = token[:, None]
             tokens.append(token)
         return torch.from_numpy(np.stack(tokens, axis=1))
-
-    def logits(self, prompts: Tensor) -> Tensor:
-        """Of the last position."""
-        return torch.from_numpy(self._run(prompts.numpy(), 0, None, "logits")[0])
 
     def close(self) -> None:
         """The session holds the weights."""

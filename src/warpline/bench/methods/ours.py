@@ -41,14 +41,9 @@ class Naive(Method):
         """Grow the text token by token."""
         text = prompts
         for _ in range(new):
-            text = torch.cat((text, self.logits(text).argmax(dim=-1, keepdim=True)), dim=1)
+            logits = self.model(text)[:, -1]  # of the last position; the model computes them all
+            text = torch.cat((text, logits.argmax(dim=-1, keepdim=True)), dim=1)
         return text[:, prompts.shape[1] :]
-
-    @torch.inference_mode()
-    def logits(self, prompts: Tensor) -> Tensor:
-        """Of the last position; the model computes them all."""
-        result: Tensor = self.model(prompts)[:, -1]
-        return result
 
 
 class NaiveCompiled(Naive):
@@ -78,8 +73,7 @@ class _OnExecutor(Method):
         """Prefill and decode in one state, kept for the next time."""
         batch, length = prompts.shape
         if self._state is None:
-            capacity = min(self.case.prompt + max(self.case.new, 1), self.weights.config.n_positions)
-            self._state = self._executor.allocate(self.case.batch, capacity)
+            self._state = self._executor.allocate(self.case.batch, self.case.prompt + max(self.case.new, 1))
         state = self._state
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         rows = prompts.tolist()
@@ -95,15 +89,6 @@ class OnTorch(_OnExecutor):
 
     title = "warpline torch executor"
     executor = "torch"
-
-    @torch.inference_mode()
-    def logits(self, prompts: Tensor) -> Tensor:
-        """Through the same model."""
-        assert isinstance(self._executor, TorchExecutor)
-        last = prompts.new_full((len(prompts),), prompts.shape[1] - 1)
-        with self._executor._chosen_kernels():
-            result: Tensor = self._executor.model(prompts, last=last)
-        return result
 
 
 class OnTorchCompiled(OnTorch):

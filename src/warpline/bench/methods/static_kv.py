@@ -110,7 +110,7 @@ class StaticKV(Method):
         slots = min(-(-(case.prompt + case.new) // 64) * 64, weights.config.n_positions)
         self.model = StaticModel(weights, case.batch, slots, case.window).requires_grad_(False).eval()
         self.prompt_position = torch.arange(case.prompt, device=device)
-        self._first: Callable[[Tensor, Tensor], Tensor] = self.model
+        self._first: Callable[[Tensor, Tensor], Tensor] = self._next
         self._step: Callable[[Tensor, Tensor], Tensor] = self._next
 
     def _next(self, ids: Tensor, position: Tensor) -> Tensor:
@@ -130,14 +130,9 @@ class StaticKV(Method):
     def generate(self, prompts: Tensor, new: int) -> Tensor:
         """The prompt in one pass, then a step per token; nothing waits for the host."""
         tokens = torch.empty(len(prompts), new, dtype=torch.long, device=self.device)
-        tokens[:, :1] = self.logits(prompts).argmax(dim=-1, keepdim=True)
+        tokens[:, :1] = self._first(prompts, self.prompt_position)
         self._decode(tokens, torch.full((1,), prompts.shape[1], device=self.device))
         return tokens
-
-    @torch.no_grad()
-    def logits(self, prompts: Tensor) -> Tensor:
-        """The prompt, its K and V into the cache."""
-        return self._first(prompts, self.prompt_position)
 
     def close(self) -> None:
         """The model holds the cache, and compiled code the model."""
