@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,24 +193,25 @@ def _cpu_count() -> int | None:
 
 
 def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> float:
-    """Read bandwidth of `device` in GB/s: the best of several passes of a matrix-vector product, torch's own."""
+    """Read bandwidth of `device` in GB/s over so much memory: the best of several passes of a matrix-vector product and
+    of a sum, both torch's own."""
     import torch
 
-    rows = megabytes * 1_000_000 // (4 * 1024)
+    rows = max(1, megabytes * 1_000_000 // (4 * 1024))
     matrix = torch.empty(rows, 1024, device=device).uniform_(-1, 1)
     vector = torch.empty(1024, device=device).uniform_(-1, 1)
 
-    def one_pass() -> float:
+    def seconds(read: Callable[[], object]) -> float:
         if matrix.is_cuda:
             torch.cuda.synchronize(matrix.device)
         start = time.perf_counter()
-        torch.mv(matrix, vector)
+        read()
         if matrix.is_cuda:
             torch.cuda.synchronize(matrix.device)
         return time.perf_counter() - start
 
-    one_pass()
-    return matrix.nbytes / min(one_pass() for _ in range(repeats)) / 1e9
+    ways = (lambda: torch.mv(matrix, vector), matrix.sum)
+    return matrix.nbytes / min(seconds(way) for _ in range(1 + repeats) for way in ways) / 1e9
 
 
 def free_bytes(device: str) -> int | None:

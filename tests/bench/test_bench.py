@@ -188,7 +188,7 @@ def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     chosen: dict[str, type[Method]] = {"naive": Naive, "torch": Liar, "hf-sdpa": Broken}
     monkeypatch.setattr(methods, "find", chosen.__getitem__)
-    bench = Bench(Settings("cpu", repetitions=3), {"read_gb_s": 10.0})
+    bench = Bench(Settings("cpu", repetitions=3))
     (rows,) = bench.run([case()], list(chosen), lambda _: None)
     found = {row["method"]: row for row in rows}
     assert [row["status"] for row in found.values()] == ["ok", "wrong", "failed"]
@@ -197,14 +197,14 @@ def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_patience() -> None:
-    bench = Bench(Settings("cpu", repetitions=3, patience_seconds=1e-6), {"read_gb_s": 10.0})
+    bench = Bench(Settings("cpu", repetitions=3, patience_seconds=1e-6))
     ((row,),) = bench.run([case()], ["naive"], lambda _: None)
     assert row["status"] == "skipped"
     assert "--patience" in row["why"]
 
 
 def test_time_that_is_up() -> None:
-    bench = Bench(Settings("cpu", limit_seconds=0), {"read_gb_s": 10.0})
+    bench = Bench(Settings("cpu", limit_seconds=0))
     found = [
         row for rows in bench.run([case(), case(kind="memory")], ["naive", "torch"], lambda _: None) for row in rows
     ]
@@ -241,7 +241,7 @@ def test_hurry_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
 
     chosen: dict[str, type[Method]] = {"torch": OnTorch, "naive": Slow}
     monkeypatch.setattr(methods, "find", chosen.__getitem__)
-    bench = Bench(Settings("cpu", repetitions=3, limit_seconds=30), {"read_gb_s": 10.0})
+    bench = Bench(Settings("cpu", repetitions=3, limit_seconds=30))
     ((naive, ours),) = bench.run([case()], list(chosen), lambda _: None)
     assert (ours["status"], naive["status"]) == ("ok", "skipped")
 
@@ -249,7 +249,7 @@ def test_hurry_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> 
 def test_too_large_is_said_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warpline.hardware.free_bytes", lambda _: 1000)
     monkeypatch.setattr(Bench, "load", lambda *_: pytest.fail("it was loaded"))
-    bench = Bench(Settings("cpu"), {"read_gb_s": 10.0})
+    bench = Bench(Settings("cpu"))
     ((row,),) = bench.run([case(model="random:gpt2")], ["torch"], lambda _: None)
     assert row["status"] == "impossible"
     assert "more than are free" in row["why"]

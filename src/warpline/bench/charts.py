@@ -67,8 +67,8 @@ def against_context(rows: Sequence[Row]) -> Figure:
 
 
 def pictures(rows: Sequence[Row]) -> dict[str, tuple[Drawing, list[Row]]]:
-    """Every picture the rows allow, by name, and of which rows: bars for each case that was timed, lines for decoding at
-    several contexts."""
+    """Every picture the rows allow, by name, and of which rows: bars for each case that was timed, and lines for
+    decoding at several contexts."""
     found: dict[str, tuple[Drawing, list[Row]]] = {}
     for group in grouped(rows).values():
         if any(row["status"] == "ok" and "seconds" in row for row in group):

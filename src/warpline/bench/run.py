@@ -57,41 +57,45 @@ class Bench:
     origin: Row = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     _weights: tuple[tuple[str, str], Weights] | None = None
-    _rates: dict[str, float] = field(default_factory=dict)
+    _limits: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Measure what this machine can do, now."""
+        """Where this run comes from, and what copying costs here."""
         described = hardware.describe(self.settings.device)
         self.origin = provenance() | {"device": described.name}
         if described.kind == "cuda":
-            self.origin |= {"read_gb_s": round(read_bandwidth(), 1), "copy_gb_s": round(copy_bandwidth(), 1)}
+            self.origin["copy_gb_s"] = round(copy_bandwidth(), 1)
         else:
-            read = hardware.measure_bandwidth(self.settings.device)
-            self.origin |= {"read_gb_s": round(read, 1), "threads": torch.get_num_threads()}
+            self.origin["threads"] = torch.get_num_threads()
 
     def run(self, cases: Sequence[Case], methods: Sequence[str], tick: Tick) -> Iterator[list[Row]]:
         """The rows of each case, a row for each method; `tick` counts methods."""
         for i, case in enumerate(cases):
-            config = read_config(case.model)
-            case_origin = self.origin | asdict(case) | {"product_tflop_s": self._rate(case.dtype)}
             deadline = time.monotonic() + self._share(cases[i:], methods)
-            rows = self._case(case, config, methods, deadline, tick)
-            case_origin["clocks"] = hardware.clocks(self.settings.device)
-            yield [case_origin | rows[name] for name in METHODS if name in rows]
+            rows = self._case(case, methods, deadline, tick)
+            shared = self.origin | asdict(case) | self.limits(case) | {"clocks": hardware.clocks(self.settings.device)}
+            yield [shared | rows[name] for name in METHODS if name in rows]
 
-    # --- time ---------------------------------------------------------------------------------------------------------
+    # --- limits -------------------------------------------------------------------------------------------------------
 
-    def _rate(self, dtype: str) -> float:
-        """TFLOP/s of a large product, measured once for each dtype."""
-        if dtype not in self._rates:
-            on_gpu = self.settings.device != "cpu"
-            rate = product_rate(TORCH_DTYPES[dtype]) if on_gpu else product_rate(torch.float32, 1024, "cpu")
-            self._rates[dtype] = round(rate, 4)
-        return self._rates[dtype]
+    def limits(self, case: Case) -> dict[str, float]:
+        """What this machine can do now: read as many bytes as the model has, and multiply matrices of its dtype."""
+        key = (case.model, case.dtype)
+        if key not in self._limits:
+            megabytes = max(16, cost.weight_bytes(read_config(case.model), case.dtype) // 1_000_000)
+            if self.settings.device == "cpu":
+                read = hardware.measure_bandwidth("cpu", megabytes)
+                rate = product_rate(torch.float32, 1024, "cpu")
+            else:
+                read, rate = read_bandwidth(megabytes), product_rate(TORCH_DTYPES[case.dtype])
+            self._limits[key] = {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
+        return self._limits[key]
 
     def _at_best(self, case: Case) -> float:
         """Seconds of one generation at the limits of this machine."""
-        return plan.seconds_at_best(case, read_config(case.model), self.origin["read_gb_s"], self._rate(case.dtype))
+        return plan.seconds_at_best(case, read_config(case.model), *self.limits(case).values())
+
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     @property
     def _impatience(self) -> str:
@@ -115,10 +119,8 @@ class Bench:
 
     # --- one case -----------------------------------------------------------------------------------------------------
 
-    def _case(
-        self, case: Case, config: ModelConfig, names: Sequence[str], deadline: float, tick: Tick
-    ) -> dict[str, Row]:
-        device = torch.device(self.settings.device)
+    def _case(self, case: Case, names: Sequence[str], deadline: float, tick: Tick) -> dict[str, Row]:
+        device, config = torch.device(self.settings.device), read_config(case.model)
         rows: dict[str, Row] = {name: {"method": name, "title": known.find(name).title} for name in names}
         reason = case.obstacle(config) or self._too_large(case, config)
         for name, row in rows.items():
@@ -167,7 +169,7 @@ class Bench:
         del oracle
         samples = self._time(case, built, prompts, deadline)
         for name, one in built.items():
-            one.row |= figures(case, weights.config, samples, name, self.origin, self._rate(case.dtype))
+            one.row |= figures(case, weights.config, samples, name, self.limits(case))
             one.method.close()
             tick(0.5)
         built.clear()
@@ -265,7 +267,7 @@ class Bench:
         return f"needs {need:,} bytes, {need - free:,} more than are free: use a smaller batch or model"
 
 
-def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, origin: Row, tflop_s: float) -> Row:
+def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, limits: dict[str, float]) -> Row:
     """What a row says of a method's times."""
     whole = samples[f"{name} first" if case.kind == "prefill" else f"{name} whole"]
     row: Row = {
@@ -280,7 +282,7 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
         work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
         row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
-        best = plan.seconds_at_best(case, config, origin["read_gb_s"], tflop_s)
+        best = plan.seconds_at_best(case, config, *limits.values())
         row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
     first = samples[f"{name} first"].median
@@ -295,7 +297,7 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
         row["us_per_token"] = round(1e6 * decode / steps, 3)
         if known.find(name).exact:  # others move fewer bytes than the dtype says
             row["gb_s"] = round(moved / decode / 1e9, 2)
-            row["percent_of_limit"] = round(100 * moved / decode / 1e9 / origin["read_gb_s"], 2)
+            row["percent_of_limit"] = round(100 * moved / decode / 1e9 / limits["read_gb_s"], 2)
     return row
 
 

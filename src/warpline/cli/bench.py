@@ -108,7 +108,7 @@ def _run(
     if not quiet:
         first = {(case.model, case.dtype): case for case in reversed(wanted)}
         for case in reversed(first.values()):
-            _print_card(card(read_config(case.model), case, bench.origin["read_gb_s"]))
+            _print_card(card(read_config(case.model), case, bench.limits(case)["read_gb_s"]))
     with progress("Measuring", len(wanted) * len(methods)) as advance:
         try:
             for found in bench.run(wanted, methods, advance):
