@@ -6,7 +6,7 @@ import base64
 import html
 from collections.abc import Sequence
 
-from warpline.bench.report import TITLES, Row, absent, as_case, grouped, table
+from warpline.bench.report import Row, absent, as_case, columns, grouped
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -14,7 +14,6 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
-td.wide { text-align: left; }
 img { max-width: 100%; background: #fff; border-radius: 6px; margin: .5rem 0; }
 """
 
@@ -38,13 +37,8 @@ def page(rows: Sequence[Row], pictures: dict[str, bytes]) -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in TITLES)
-    lines = []
-    for texts in table(rows):
-        if any(texts[2:]):
-            lines.append("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in texts) + "</tr>")
-        else:  # one figure for all columns
-            wide = f"<td class='wide' colspan='{len(TITLES) - 1}'>{html.escape(texts[1])}</td>"
-            lines.append(f"<tr><td>{html.escape(texts[0])}</td>{wide}</tr>")
+    titles, *lines = columns(rows)
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>" for line in lines)
     left_out = f"<p>Not measured: {html.escape('; '.join(absent(rows)))}.</p>" if absent(rows) else ""
-    return f"<table><tr>{head}</tr>{''.join(lines)}</table>{left_out}"
+    return (f"<table><tr>{head}</tr>{body}</table>" if lines else "") + left_out

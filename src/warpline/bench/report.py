@@ -125,9 +125,11 @@ def markdown(rows: Sequence[Row]) -> str:
     """A table per case, and who is not in it."""
     parts = []
     for group in grouped(rows).values():
-        lines = [TITLES, ["---"] * len(TITLES), *table(group)]
-        drawn = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        parts.append(f"**{as_case(group[0]).label}**\n\n{drawn}")
+        parts.append(f"**{as_case(group[0]).label}**")
+        titles, *lines = columns(group)
+        if lines:
+            drawn = [titles, ["---"] * len(titles), *lines]
+            parts.append("\n".join("| " + " | ".join(line) + " |" for line in drawn))
         parts += ["Not measured: " + "; ".join(absent(group)) + "."] if absent(group) else []
     return "\n\n".join(parts)
 
@@ -136,6 +138,13 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The lines of what was measured, of one case."""
     first = baseline(rows)
     return [cells(row, first) for row in rows if row["status"] == "ok"]
+
+
+def columns(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Titles and lines of one case, without the columns that nobody fills."""
+    lines = table(rows)
+    used = [i for i in range(len(TITLES)) if any(line[i] for line in lines)]
+    return [tuple(line[i] for i in used) for line in (TITLES, *lines)]
 
 
 def absent(rows: Sequence[Row]) -> list[str]:

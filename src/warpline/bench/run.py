@@ -85,7 +85,7 @@ class Bench:
             megabytes = max(16, cost.weight_bytes(read_config(case.model), case.dtype) // 1_000_000)
             if self.settings.device == "cpu":
                 read = hardware.measure_bandwidth("cpu", megabytes)
-                rate = product_rate(torch.float32, 1024, "cpu")
+                rate = product_rate(torch.float32, 2048, "cpu")
             else:
                 read, rate = read_bandwidth(megabytes), product_rate(TORCH_DTYPES[case.dtype])
             self._limits[key] = {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
@@ -158,11 +158,9 @@ class Bench:
         oracle = Oracle(weights, case.window)
         built: dict[str, Built] = {}
         for name, row in rows.items():
-            promised = sum(one.seconds for one in built.values())  # everybody is timed once more, in turn
-            left = deadline - time.monotonic() - promised if built else math.inf
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")  # advice to others
-                found = self._build(name, row, case, weights, prompts, oracle, left)
+                found = self._build(name, row, case, weights, prompts, oracle, deadline if built else math.inf)
             if found is not None:
                 built[name] = found
             tick(0.5 if found is not None else 1)
@@ -176,22 +174,20 @@ class Bench:
         _tidy()
 
     def _build(
-        self, name: str, row: Row, case: Case, weights: Weights, prompts: Tensor, oracle: Oracle, left: float
+        self, name: str, row: Row, case: Case, weights: Weights, prompts: Tensor, oracle: Oracle, deadline: float
     ) -> Built | None:
-        """Make the method, warm it up and judge it, in the time that is left; what goes wrong is the row's to tell."""
+        """Make the method, warm it up and judge it, until the deadline; what goes wrong is the row's to tell."""
         kind = known.find(name)
-        if kind.startup_seconds > left:
+        if time.monotonic() + kind.startup_seconds > deadline:
             row |= NO_TIME
             return None
-        begun = time.monotonic()
         method: Method | None = None
         try:
             method = kind(weights, case, prompts.device)
             expected = self._expected(method, case, prompts)
-            left -= time.monotonic() - begun
             if expected > self.settings.patience_seconds:
                 row |= {"status": "skipped", "why": self._impatience}
-            elif (method.warm_up + 2) * expected > left:
+            elif time.monotonic() + (method.warm_up + 1) * expected > deadline:
                 row |= NO_TIME
             else:
                 for _ in range(method.warm_up):
@@ -225,22 +221,26 @@ class Bench:
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
 
     def _time(self, case: Case, built: dict[str, Built], prompts: Tensor, deadline: float) -> dict[str, Sample]:
-        calls: dict[str, Callable[[], object]] = {}
+        """Rounds in which everybody takes turns. In a hurry there may be none for whole generations: then the one that
+        was judged has to do."""
+        whole: dict[str, Callable[[], object]] = {}
+        first: dict[str, Callable[[], object]] = {}
         for name, one in built.items():
+            first[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
             if case.kind != "prefill":
-                calls[f"{name} whole"] = lambda m=one.method: m.generate(prompts, case.new)  # type: ignore[misc]
-            calls[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
-        hurried = not math.isinf(deadline)
-        budget = min(self.settings.budget_seconds, max(0.0, deadline - time.monotonic()))
-        return collect(
+                whole[f"{name} whole"] = lambda m=one.method: m.generate(prompts, case.new)  # type: ignore[misc]
+        left = max(0.0, deadline - time.monotonic())
+        hurried = left < 3 * sum(one.seconds for one in built.values())
+        found = collect(
             interleave(
-                calls,
+                first if hurried else whole | first,
                 prompts.device,
                 repetitions=self.settings.repetitions,
-                budget_seconds=budget,
+                budget_seconds=min(self.settings.budget_seconds, left),
                 least=1 if hurried else 3,
             )
         )
+        return {f"{name} whole": Sample((one.seconds,)) for name, one in built.items()} | found
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -282,8 +282,9 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
         work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
         row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
-        best = plan.seconds_at_best(case, config, *limits.values())
-        row["percent_of_limit"] = round(100 * best / whole.median, 2)
+        if known.find(name).exact:
+            best = plan.seconds_at_best(case, config, *limits.values())
+            row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
     first = samples[f"{name} first"].median
     steps = case.new - 1

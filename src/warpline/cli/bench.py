@@ -201,13 +201,12 @@ def _print_card(lines: list[tuple[str, str]]) -> None:
 
 
 def _print_case(rows: list[dict[str, Any]]) -> None:
-    from warpline.bench.report import TITLES, absent, as_case, table
+    from warpline.bench.report import absent, as_case, columns
 
     typer.echo(as_case(rows[0]).label)
-    lines = table(rows)
+    titles, *lines = columns(rows)
     if lines:
-        used = [i for i in range(len(TITLES)) if any(line[i] for line in lines)]
-        print_table(tuple(TITLES[i] for i in used), [tuple(line[i] for i in used) for line in lines])
+        print_table(titles, lines)
     typer.echo("".join(f"not measured: {who}\n" for who in absent(rows)))
 
 

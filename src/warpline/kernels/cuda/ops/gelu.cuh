@@ -3,7 +3,8 @@
 // The idea: 0.5 x (1 + tanh u) is x / (1 + exp(-2u)), which keeps its relative accuracy for negative x, where 1 + tanh u
 // cancels, and takes two of the special-function unit's instructions, each good to about 2^-22. The fast form takes
 // tanh.approx, one such instruction, with a relative error of about 2^-11: close to fp16's own rounding, visible in fp32.
-// Traffic: one element in, one out; a thread has UNROLL vectors in flight.
+// Traffic: one element in, one out. Small blocks of threads with one vector each come closest to a copy; a few elements
+// are spread over more threads by narrower vectors.
 // Tried and lost: expf and IEEE division, some 25 instructions an element; in half precision the kernel was then bound by
 // arithmetic, at 70 % of a copy's bandwidth instead of memory's.
 #pragma once
