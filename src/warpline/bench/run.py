@@ -41,6 +41,18 @@ Tick = Callable[[float], None]
 
 
 @dataclass(slots=True)
+class Deadline:
+    """When a case should be done, on the clock of time.monotonic."""
+
+    at: float
+
+    @property
+    def left(self) -> float:
+        """Seconds, none at least."""
+        return max(0.0, self.at - time.monotonic())
+
+
+@dataclass(slots=True)
 class Built:
     """A method that is warm and was judged right."""
 
@@ -71,7 +83,7 @@ class Bench:
     def run(self, cases: Sequence[Case], methods: Sequence[str], tick: Tick) -> Iterator[list[Row]]:
         """The rows of each case, a row for each method; `tick` counts methods."""
         for i, case in enumerate(cases):
-            deadline = time.monotonic() + self._share(cases[i:], methods)
+            deadline = Deadline(time.monotonic() + self._share(cases[i:], methods))
             rows = self._case(case, methods, deadline, tick)
             shared = self.origin | asdict(case) | self.limits(case) | {"clocks": hardware.clocks(self.settings.device)}
             yield [shared | rows[name] for name in METHODS if name in rows]
@@ -119,7 +131,7 @@ class Bench:
 
     # --- one case -----------------------------------------------------------------------------------------------------
 
-    def _case(self, case: Case, names: Sequence[str], deadline: float, tick: Tick) -> dict[str, Row]:
+    def _case(self, case: Case, names: Sequence[str], deadline: Deadline, tick: Tick) -> dict[str, Row]:
         device, config = torch.device(self.settings.device), read_config(case.model)
         rows: dict[str, Row] = {name: {"method": name, "title": known.find(name).title} for name in names}
         reason = case.obstacle(config) or self._too_large(case, config)
@@ -146,21 +158,23 @@ class Bench:
             self._generations(case, weights, prompts, {name: rows[name] for name in waiting}, deadline, tick)
         return rows
 
-    def _processes(self, case: Case, device: torch.device, rows: dict[str, Row], deadline: float, tick: Tick) -> None:
+    def _processes(
+        self, case: Case, device: torch.device, rows: dict[str, Row], deadline: Deadline, tick: Tick
+    ) -> None:
         for i, (name, row) in enumerate(rows.items()):
-            out_of_time = self._left <= 0 or (i > 0 and time.monotonic() > deadline)
+            out_of_time = self._left <= 0 or (i > 0 and not deadline.left)
             row |= NO_TIME if out_of_time else measure_process(name, case, device)
             tick(1)
 
     def _generations(
-        self, case: Case, weights: Weights, prompts: Tensor, rows: dict[str, Row], deadline: float, tick: Tick
+        self, case: Case, weights: Weights, prompts: Tensor, rows: dict[str, Row], deadline: Deadline, tick: Tick
     ) -> None:
         oracle = Oracle(weights, case.window)
         built: dict[str, Built] = {}
         for name, row in rows.items():
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")  # advice to others
-                found = self._build(name, row, case, weights, prompts, oracle, deadline if built else math.inf)
+                found = self._build(name, row, case, weights, prompts, oracle, deadline, first=not built)
             if found is not None:
                 built[name] = found
             tick(0.5 if found is not None else 1)
@@ -174,20 +188,32 @@ class Bench:
         _tidy()
 
     def _build(
-        self, name: str, row: Row, case: Case, weights: Weights, prompts: Tensor, oracle: Oracle, deadline: float
+        self,
+        name: str,
+        row: Row,
+        case: Case,
+        weights: Weights,
+        prompts: Tensor,
+        oracle: Oracle,
+        deadline: Deadline,
+        *,
+        first: bool,
     ) -> Built | None:
-        """Make the method, warm it up and judge it, until the deadline; what goes wrong is the row's to tell."""
+        """Make the method, warm it up and judge it, by the deadline unless it is the first; what goes wrong is the row's
+        to tell."""
         kind = known.find(name)
-        if time.monotonic() + kind.startup_seconds > deadline:
+        if kind.startup_seconds > deadline.left and not first:
             row |= NO_TIME
             return None
         method: Method | None = None
         try:
+            begun = time.monotonic()
             method = kind(weights, case, prompts.device)
+            deadline.at += time.monotonic() - begun  # what is converted here serves other cases too
             expected = self._expected(method, case, prompts)
             if expected > self.settings.patience_seconds:
                 row |= {"status": "skipped", "why": self._impatience}
-            elif time.monotonic() + (method.warm_up + 1) * expected > deadline:
+            elif (method.warm_up + 1) * expected > deadline.left and not first:
                 row |= NO_TIME
             else:
                 for _ in range(method.warm_up):
@@ -220,7 +246,7 @@ class Bench:
         )
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
 
-    def _time(self, case: Case, built: dict[str, Built], prompts: Tensor, deadline: float) -> dict[str, Sample]:
+    def _time(self, case: Case, built: dict[str, Built], prompts: Tensor, deadline: Deadline) -> dict[str, Sample]:
         """Rounds in which everybody takes turns. In a hurry there may be none for whole generations: then the one that
         was judged has to do."""
         whole: dict[str, Callable[[], object]] = {}
@@ -229,7 +255,7 @@ class Bench:
             first[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
             if case.kind != "prefill":
                 whole[f"{name} whole"] = lambda m=one.method: m.generate(prompts, case.new)  # type: ignore[misc]
-        left = max(0.0, deadline - time.monotonic())
+        left = deadline.left
         hurried = left < 3 * sum(one.seconds for one in built.values())
         found = collect(
             interleave(
