@@ -114,6 +114,21 @@ def test_other_engines_agree(name: str) -> None:
     method.close()
 
 
+@pytest.mark.parametrize("name", ["torch", "hf-sdpa", "ctranslate2", "onnxruntime"])
+def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
+    """A model that says it again and again goes on to the full length."""
+    weights = load("random:n_layer=1,n_head=2,n_embd=64,n_positions=64")
+    end = weights.config.eos_token_id
+    weights.tensors["wte.weight"][end] += 10 * weights.tensors["ln_f.bias"]
+    weights.tensors["ln_f.bias"].mul_(50)
+    prompts = torch.arange(1, 10)[None]
+    expected = Naive(weights, case(), CPU).generate(prompts, 12)
+    assert end in expected[0, :-1].tolist()
+    method = methods.find(name)(weights, case(prompt=9, new=12), CPU)
+    assert torch.equal(method.generate(prompts, 12), expected)
+    method.close()
+
+
 # --- how it is judged and timed ---------------------------------------------------------------------------------------
 
 

@@ -101,7 +101,9 @@ def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
         reduction, speed_up = f"{100 * (1 - share):.2f} %", f"{1 / share:.2f}×"
     return (
         row["method"] + ("" if row["agreeing"] == 1 else f" ({100 * row['agreeing']:.1f} % same)"),
-        f"{row['seconds_mean']:.4f} ({row['seconds_sigma']:.4f})",
+        f"{row['seconds_mean']:.4f} ({row['seconds_sigma']:.4f})"
+        if row["repetitions"] > 1
+        else f"{row['seconds']:.4f}",
         f"{row['tokens_per_second']:,.2f}",
         reduction,
         speed_up,

@@ -199,8 +199,8 @@ class Bench:
         *,
         first: bool,
     ) -> Built | None:
-        """Make the method, warm it up and judge it, by the deadline unless it is the first; what goes wrong is the row's
-        to tell."""
+        """Make the method, warm it up and judge it, by the deadline unless it is the first; the row tells what goes
+        wrong."""
         kind = known.find(name)
         if kind.startup_seconds > deadline.left and not first:
             row |= NO_TIME

@@ -33,7 +33,7 @@ def main(folder: str, quantization: str, threads: str) -> None:
         results = generator.generate_batch(
             asked["prompts"],
             max_length=asked["new"],
-            min_length=asked["new"],
+            end_token=[],  # a text's end is a token like any other here
             sampling_topk=1,
             include_prompt_in_result=False,
         )

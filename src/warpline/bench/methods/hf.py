@@ -36,6 +36,7 @@ class _Transformers(Method):
         if missing:
             raise RuntimeError(f"transformers wants parameters that are not there: {', '.join(missing[:3])}")
         self.model = model.requires_grad_(False).eval()
+        self.model.generation_config.eos_token_id = None  # a text's end is a token like any other here
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> Tensor:
@@ -44,7 +45,6 @@ class _Transformers(Method):
             prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=new,
-            min_new_tokens=new,
             do_sample=False,
             use_cache=True,
             pad_token_id=0,
