@@ -39,12 +39,12 @@ sanitize:
 # at the others. What there is no time for is named in the rows.
 FASTEST_ON_CPU = torch,onnxruntime,ctranslate2,ctranslate2-int8
 bench-cpu: $(VENV)/.dev
-	$(BIN)/warpline bench reference -m stories -m random:gpt2 --device cpu --repetitions 3 --minutes 2.5 --save results \
+	$(BIN)/warpline bench reference -m stories -m random:gpt2 --device cpu --repetitions 3 --minutes 2.2 --save results \
 		--method $(FASTEST_ON_CPU),hf-sdpa,hf-eager,static-kv,naive,static-kv-compile
 	$(BIN)/warpline bench prefill decode batch long coldstart memory -m stories --device cpu --repetitions 3 \
 		--minutes 1.3 --save results --method $(FASTEST_ON_CPU)
 	$(BIN)/warpline bench prefill decode batch long coldstart memory -m random:gpt2 --device cpu --repetitions 3 \
-		--minutes 5 --patience 120 --save results --method $(FASTEST_ON_CPU)
+		--minutes 4.8 --patience 120 --save results --method $(FASTEST_ON_CPU)
 
 # On a GPU, with the python3 that has a CUDA torch: half an hour, most of it torch.compile.
 bench-gpu:

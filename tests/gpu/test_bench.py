@@ -17,7 +17,10 @@ from warpline.bench.workloads import Case
 from warpline.cli.main import main
 from warpline.model.weights import load
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor")  # its advice on precision and softmax
+pytestmark = [  # torch's own: advice on precision and softmax, and a graph that it captures empty on purpose
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
+]
 
 GPU = torch.device("cuda")
 #: Those that do not run here, and two that take long to compile and are the eager ones otherwise, are left out.

@@ -81,7 +81,11 @@ class Bench:
             self.origin["threads"] = torch.get_num_threads()
 
     def run(self, cases: Sequence[Case], methods: Sequence[str], tick: Tick) -> Iterator[list[Row]]:
-        """The rows of each case, a row for each method; `tick` counts methods."""
+        """The rows of each case, a row for each method; `tick` counts methods. Where time is limited, the cheap cases
+        of a model come first, so that what is left out in the end is dear."""
+        if not math.isinf(self.settings.limit_seconds):
+            order = list(dict.fromkeys((case.model, case.dtype) for case in cases))
+            cases = sorted(cases, key=lambda c: (order.index((c.model, c.dtype)), self._need(c, methods)))
         for i, case in enumerate(cases):
             deadline = Deadline(time.monotonic() + self._share(cases[i:], methods))
             rows = self._case(case, methods, deadline, tick)
@@ -117,13 +121,13 @@ class Bench:
         """Seconds that the first of these cases may take."""
         if math.isinf(self.settings.limit_seconds):
             return math.inf
-        device = torch.device(self.settings.device)
-        needs = []
-        for case in cases:
-            possible = case.obstacle(read_config(case.model)) is None
-            able = [kind for kind in map(known.find, methods) if possible and kind.obstacle(case, device) is None]
-            needs.append(plan.need(case, self._at_best(case), [kind.startup_seconds for kind in able]))
-        return plan.share(max(0.0, self._left), needs)
+        return plan.share(max(0.0, self._left), [self._need(case, methods) for case in cases])
+
+    def _need(self, case: Case, methods: Sequence[str]) -> float:
+        """Seconds that a case takes without haste, with those methods that can do it."""
+        device, possible = torch.device(self.settings.device), case.obstacle(read_config(case.model)) is None
+        able = [kind for kind in map(known.find, methods) if possible and kind.obstacle(case, device) is None]
+        return plan.need(case, self._at_best(case), [kind.startup_seconds for kind in able])
 
     @property
     def _left(self) -> float:
@@ -141,7 +145,7 @@ class Bench:
                 row |= {"status": "missing", "why": why}
             elif reason is not None:
                 row |= {"status": "impossible", "why": reason}
-            elif self._left <= 0:
+            elif self._left < self._at_best(case):
                 row |= NO_TIME
         if self._at_best(case) > self.settings.patience_seconds:
             for row in rows.values():
@@ -234,10 +238,10 @@ class Bench:
 
     def _expected(self, method: Method, case: Case, prompts: Tensor) -> float:
         """Seconds of one generation, judged by its first few tokens once they are warm."""
-        if case.kind == "prefill":
-            if method.warm_up:
+        if case.kind == "prefill":  # there is nothing shorter to judge by
+            for _ in range(method.warm_up):
                 method.generate(prompts, 1)
-            return timed(lambda: method.generate(prompts, 1), prompts.device)
+            return self._at_best(case)
         few = min(TRIAL_TOKENS, case.new)
         method.generate(prompts, few)
         first, some = (

@@ -1,0 +1,69 @@
+"""What becomes of the rows: tables, pictures, comparisons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.conftest import case
+from warpline.bench import charts, compare, report
+from warpline.bench.page import page
+from warpline.bench.rows import SCHEMA
+from warpline.errors import ConfigError
+from warpline.model.weights import load
+
+
+def test_report(rows: list[dict[str, Any]]) -> None:
+    text = report.markdown(rows)
+    assert "| naive |" in text
+    assert "static-kv-graph (missing: runs on cuda only)" in text
+    assert text.count("**decode") == 2
+    table = report.table(rows[:4])
+    assert table[0][3] == ""  # the baseline is not compared with itself
+    assert table[1][3].endswith("%")
+    assert report.as_csv(rows).count("\n") == len(rows) + 1
+
+
+def test_card(rows: list[dict[str, Any]]) -> None:
+    weights = load("stories")
+    lines = dict(report.card(weights.config, case(model="stories", prompt=16, new=100), 20.0))
+    assert "77.3 MB" in lines["model"]
+    assert lines["KV cache"].startswith("16,384 bytes")
+    assert "tokens/s" in lines["so at best"]
+
+
+def test_charts_and_page(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    pictures = charts.charts(rows)
+    assert len([name for name in pictures if name.startswith("context-")]) == 1
+    assert all(data.startswith(b"\x89PNG") for data in pictures.values())
+    assert all(path.exists() for path in charts.save(pictures, tmp_path / "new"))
+    text = page(rows, pictures)
+    assert text.count("data:image/png;base64,") == len(pictures)
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_compare(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    timed = [row for row in rows if row["status"] == "ok"]
+    halved = [row | {"seconds_mean": row["seconds_mean"] / 2, "seconds_sigma": 1e-9} for row in timed]
+    exact = [row | {"seconds_sigma": 1e-9} for row in timed]
+    before.write_text("".join(json.dumps(row) + "\n" for row in exact))
+    after.write_text(json.dumps(halved))
+    found = compare.compare(compare.read(before), compare.read(after))
+    assert {one.verdict for one in found} == {"faster"}
+    assert all(one.ratio == pytest.approx(0.5) for one in found)
+    noisy = [row | {"seconds_sigma": row["seconds_mean"]} for row in halved]
+    assert {one.verdict for one in compare.compare(exact, noisy)} == {"same"}
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare.compare(exact[:1], halved[1:2])
+    after.write_text(json.dumps([exact[0] | {"schema": SCHEMA + 1}]))
+    with pytest.raises(ConfigError, match="newer warpline"):
+        compare.read(after)
+    after.write_text("hello")
+    with pytest.raises(ConfigError, match="holds no bench rows"):
+        compare.read(after)
+    with pytest.raises(ConfigError, match="No such file"):
+        compare.read(tmp_path / "none")

@@ -1,0 +1,164 @@
+"""How methods are judged, timed and given their time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.bench.conftest import CPU, case
+from tests.conftest import SMALL
+from warpline.bench import methods, plan
+from warpline.bench.methods.base import Method
+from warpline.bench.methods.ours import Naive, OnTorch
+from warpline.bench.oracle import Oracle
+from warpline.bench.process import measure_process
+from warpline.bench.protocol import Sample, collect, interleave
+from warpline.bench.run import Bench
+from warpline.bench.workloads import Settings
+from warpline.model.weights import load
+
+
+def test_oracle_tells_right_from_wrong() -> None:
+    weights = load(SMALL)
+    oracle, prompts = Oracle(weights), torch.arange(1, 9)[None]
+    tokens = Naive(weights, case(), CPU).generate(prompts, 10)
+    verdict = oracle.judge(prompts, tokens, "fp32")
+    assert verdict.right
+    assert verdict.agreeing == 1
+    tokens = torch.cat((tokens[:, :4], (tokens[:, 4:5] + 1) % weights.config.vocab_size, tokens[:, 5:]), dim=1)
+    assert not oracle.judge(prompts, tokens, "fp32").right
+    assert not oracle.judge(prompts, tokens, "bf16").right
+
+
+def test_methods_take_turns() -> None:
+    order: list[str] = []
+    calls = {name: (lambda n=name: order.append(n)) for name in "abc"}
+    samples = collect(interleave(calls, CPU, repetitions=4, budget_seconds=100))
+    assert "".join(order) == "abccbaabccba"
+    assert {name: len(sample.seconds) for name, sample in samples.items()} == dict.fromkeys("abc", 4)
+
+
+def test_budget_ends_rounds_but_not_before_three() -> None:
+    order: list[str] = []
+    list(interleave({"a": lambda: order.append("a")}, CPU, repetitions=50, budget_seconds=0))
+    assert len(order) == 3
+
+
+def test_sample() -> None:
+    sample = Sample((3.0, 1.0, 2.0, 4.0, 100.0))
+    assert (sample.median, sample.percentile(0.2), sample.percentile(0.8), sample.mean) == (3, 2, 100, 22)
+    assert Sample((1.0,)).sigma == 0
+
+
+def test_rows_are_whole(rows: list[dict[str, Any]]) -> None:
+    assert len(rows) == 4 * 4
+    assert [row["method"] for row in rows[:4]] == ["naive", "torch", "static-kv", "static-kv-graph"]
+    for row in rows[:3]:
+        assert row["status"] == "ok"
+        assert row["seconds_p20"] <= row["seconds"] <= row["seconds_p80"]
+        assert row["us_per_token"] > 0
+        assert 0 < row["percent_of_limit"] < 120
+        assert row["agreeing"] == 1
+        assert len(row["source"]) == 16
+        assert row["read_gb_s"] > 0
+    assert rows[3]["status"] == "missing"
+    assert "tflop_s" in rows[8]
+    assert [row["status"] for row in rows[12:]] == ["impossible", "impossible", "impossible", "missing"]
+
+
+def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Liar(Naive):
+        def generate(self, prompts: torch.Tensor, new: int) -> torch.Tensor:
+            return (super().generate(prompts, new) + 1) % self.weights.config.vocab_size
+
+    class Broken(Naive):
+        def generate(self, prompts: torch.Tensor, new: int) -> torch.Tensor:
+            raise RuntimeError("no luck\nat all")
+
+    chosen: dict[str, type[Method]] = {"naive": Naive, "torch": Liar, "hf-sdpa": Broken}
+    monkeypatch.setattr(methods, "find", chosen.__getitem__)
+    bench = Bench(Settings("cpu", repetitions=3))
+    (rows,) = bench.run([case()], list(chosen), lambda _: None)
+    found = {row["method"]: row for row in rows}
+    assert [row["status"] for row in found.values()] == ["ok", "wrong", "failed"]
+    assert "seconds" not in found["torch"]
+    assert found["hf-sdpa"]["why"] == "RuntimeError: no luck"
+
+
+def test_patience() -> None:
+    bench = Bench(Settings("cpu", repetitions=3, patience_seconds=1e-6))
+    ((row,),) = bench.run([case()], ["naive"], lambda _: None)
+    assert row["status"] == "skipped"
+    assert "--patience" in row["why"]
+
+
+def test_time_that_is_up() -> None:
+    bench = Bench(Settings("cpu", limit_seconds=0))
+    found = [
+        row for rows in bench.run([case(), case(kind="memory")], ["naive", "torch"], lambda _: None) for row in rows
+    ]
+    assert {row["status"] for row in found} == {"skipped"}
+    assert all("--minutes" in row["why"] for row in found)
+
+
+def test_shares_of_time() -> None:
+    assert plan.share(100, [10, 10]) == 10 + 80 / 2  # enough for all, and what is left over is divided
+    assert plan.share(100, [90, 90]) == 50
+    assert plan.share(100, [90, 10, 10]) == 80  # those that need less leave it to the others
+    assert plan.share(100, [10, 90, 90]) == 10
+    assert plan.share(0, [5]) == 0
+
+
+@given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=12), st.floats(0, 1e4))
+def test_shares_never_exceed_the_time(needs: list[float], seconds: float) -> None:
+    shares = [plan.share(seconds, [needs[i], *needs[:i], *needs[i + 1 :]]) for i in range(len(needs))]
+    assert sum(shares) <= seconds * (1 + 1e-9)
+
+
+def test_at_best_is_the_limit() -> None:
+    config = load("stories").config
+    decode = plan.seconds_at_best(case(model="stories", prompt=1, new=101), config, 10.0, 1e9)
+    assert decode == pytest.approx(101 * 77.3e6 / 10e9, rel=0.05)  # 77 MB a token at 10 GB/s
+    prefill = plan.seconds_at_best(case(model="stories", kind="prefill", prompt=256, new=0), config, 1e9, 0.1)
+    assert 0.01 < prefill < 0.1
+    assert plan.need(case(kind="coldstart"), 1.0, [1.0, 1.0]) == 2 * plan.need(case(kind="memory"), 1.0, [1.0, 1.0])
+
+
+def test_hurry_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Naive):
+        startup_seconds = 1e6
+
+    chosen: dict[str, type[Method]] = {"torch": OnTorch, "naive": Slow}
+    monkeypatch.setattr(methods, "find", chosen.__getitem__)
+    bench = Bench(Settings("cpu", repetitions=3, limit_seconds=30))
+    ((naive, ours),) = bench.run([case()], list(chosen), lambda _: None)
+    assert (ours["status"], naive["status"]) == ("ok", "skipped")
+
+
+def test_too_large_is_said_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpline.hardware.free_bytes", lambda _: 1000)
+    monkeypatch.setattr(Bench, "load", lambda *_: pytest.fail("it was loaded"))
+    bench = Bench(Settings("cpu"))
+    ((row,),) = bench.run([case(model="random:gpt2")], ["torch"], lambda _: None)
+    assert row["status"] == "impossible"
+    assert "more than are free" in row["why"]
+
+
+@pytest.mark.parametrize("kind", ["coldstart", "memory"])
+def test_process(kind: str) -> None:
+    row = measure_process("torch", case(workload=kind, kind=kind), CPU)
+    assert row["status"] == "ok", row
+    if kind == "memory":
+        assert 50e6 < row["peak_bytes"] < 5e9
+    else:
+        assert 0 < row["warm_seconds"] < 120
+
+
+def test_process_that_fails_says_why() -> None:
+    row = measure_process("torch", case(model="random:nothing", kind="memory"), CPU)
+    assert row["status"] == "failed"
+    assert "unknown model" in row["why"]
