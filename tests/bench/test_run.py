@@ -106,17 +106,23 @@ def test_time_that_is_up() -> None:
 
 
 def test_shares_of_time() -> None:
-    assert plan.share(100, [10, 10]) == 10 + 80 / 2  # enough for all, and what is left over is divided
-    assert plan.share(100, [90, 90]) == 50
-    assert plan.share(100, [90, 10, 10]) == 80  # those that need less leave it to the others
-    assert plan.share(100, [10, 90, 90]) == 10
-    assert plan.share(0, [5]) == 0
+    def free(*needs: float) -> list[tuple[float, float]]:
+        return [(0.0, need) for need in needs]
+
+    assert plan.share(100, free(10, 10)) == 10 + 80 / 2  # enough for all, and what is left over is divided
+    assert plan.share(100, free(90, 90)) == 50
+    assert plan.share(100, free(90, 10, 10)) == 80  # those that need less leave it to the others
+    assert plan.share(100, free(10, 90, 90)) == 10
+    assert plan.share(0, free(5)) == 0
+    assert plan.share(100, [(10, 90), (60, 90)]) == 10 + 15  # what the other needs at least is kept for it
+    assert plan.share(50, [(10, 90), (60, 90)]) == 10
 
 
-@given(st.lists(st.floats(0.01, 1e4), min_size=1, max_size=12), st.floats(0, 1e4))
-def test_shares_never_exceed_the_time(needs: list[float], seconds: float) -> None:
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 1e4)), min_size=1, max_size=12), st.floats(0, 1e4))
+def test_shares_never_exceed_the_time(found: list[tuple[float, float]], seconds: float) -> None:
+    needs = [(least, least + more) for least, more in found]
     shares = [plan.share(seconds, [needs[i], *needs[:i], *needs[i + 1 :]]) for i in range(len(needs))]
-    assert sum(shares) <= seconds * (1 + 1e-9)
+    assert sum(shares) <= max(seconds, sum(least for least, _ in needs)) * (1 + 1e-9)
 
 
 def test_at_best_is_the_limit() -> None:
@@ -125,7 +131,9 @@ def test_at_best_is_the_limit() -> None:
     assert decode == pytest.approx(101 * 77.3e6 / 10e9, rel=0.05)  # 77 MB a token at 10 GB/s
     prefill = plan.seconds_at_best(case(model="stories", kind="prefill", prompt=256, new=0), config, 1e9, 0.1)
     assert 0.01 < prefill < 0.1
-    assert plan.need(case(kind="coldstart"), 1.0, [1.0, 1.0]) == 2 * plan.need(case(kind="memory"), 1.0, [1.0, 1.0])
+    (cold, _), (memory, both) = (plan.need(case(kind=kind), 1.0, [1.0, 1.0]) for kind in ("coldstart", "memory"))
+    assert cold == 2 * memory == both
+    assert plan.need(case(), 1.0, []) == (0, 0)
 
 
 def test_hurry_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

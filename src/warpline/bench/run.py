@@ -123,8 +123,8 @@ class Bench:
             return math.inf
         return plan.share(max(0.0, self._left), [self._need(case, methods) for case in cases])
 
-    def _need(self, case: Case, methods: Sequence[str]) -> float:
-        """Seconds that a case takes without haste, with those methods that can do it."""
+    def _need(self, case: Case, methods: Sequence[str]) -> tuple[float, float]:
+        """Seconds that a case takes at least and at most, with those methods that can do it."""
         device, possible = torch.device(self.settings.device), case.obstacle(read_config(case.model)) is None
         able = [kind for kind in map(known.find, methods) if possible and kind.obstacle(case, device) is None]
         return plan.need(case, self._at_best(case), [kind.startup_seconds for kind in able])
