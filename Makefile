@@ -46,10 +46,13 @@ bench-cpu: $(VENV)/.dev
 	$(BIN)/warpline bench prefill decode batch long coldstart memory -m random:gpt2 --device cpu --repetitions 3 \
 		--minutes 4.8 --patience 120 --save results --method $(FASTEST_ON_CPU)
 
-# On a GPU, with the python3 that has a CUDA torch: half an hour, most of it torch.compile.
+# On a GPU, with the python3 that has a CUDA torch, in half an hour, most of it torch.compile's: all methods at the
+# reference workload, the strongest of each kind at the others.
+STRONGEST_ON_GPU = static-kv-compile,static-kv-graph,torch,hf-sdpa,hf-static-compile
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m warpline bench reference prefill decode batch long coldstart memory --device cuda \
-		--save results
+	PYTHONPATH=src $(PYTHON) -m warpline bench reference --dtype fp16,fp32 --device cuda --save results
+	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch long coldstart memory --device cuda --save results \
+		--method $(STRONGEST_ON_GPU)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

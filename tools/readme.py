@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools import benchmarks
 from warpline import LLM, SamplingParams
 from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
@@ -120,7 +121,8 @@ def samples() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo},
+    "README.md": {"demo": demo, "bench": benchmarks.summary},
+    "docs/benchmarks.md": {"bench losses": benchmarks.where_we_lose, "bench tables": benchmarks.tables},
     "docs/kernels.md": {"catalog": catalog, "kernel rows": kernel_rows, "kernel losses": kernel_losses},
     "docs/stories.md": {"samples": samples},
 }
@@ -142,6 +144,7 @@ def main() -> None:
     for path in sorted((ROOT / "results").rglob("*.jsonl")):
         if count := stamp(path):
             print(f"{path.relative_to(ROOT)}: {count} rows given their commit")
+    benchmarks.draw()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")
         print(f"{page} regenerated")

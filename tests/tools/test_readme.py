@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import benchmarks
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import rows
 
@@ -24,8 +25,21 @@ def test_results_say_where_they_come_from(path: Path) -> None:
         assert len(row["commit"]) == 40
         assert not row["dirty"]
         assert len(row["source"]) == 16
-        assert row["gpu"]
+        assert row["gpu"] or row["device"]
         assert row["time"]
+
+
+def test_pictures_are_not_stale() -> None:
+    wanted = benchmarks.drawn()
+    assert {path.name for path in benchmarks.IMAGES.glob("bench-*.png")} == set(wanted), "run: make readme"
+    assert not [name for name, (_, rows) in wanted.items() if benchmarks.is_stale(name, rows)], "run: make readme"
+
+
+def test_a_changed_row_makes_its_picture_stale() -> None:
+    name, (_, group) = next(iter(benchmarks.drawn().items()))
+    changed = [group[0] | {"tokens_per_second": 1.0}, *group[1:]]
+    assert benchmarks.is_stale(name, changed)
+    assert benchmarks.is_stale("bench-nothing.png", group)
 
 
 def test_rows_are_appended_and_never_replaced(tmp_path: Path) -> None:

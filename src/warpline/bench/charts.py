@@ -31,7 +31,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def bars(rows: Sequence[Row]) -> Figure:
-    """Tokens per second of every method of one case, the limit as a line."""
+    """Tokens per second of every method of one case, and what memory allows in words: it would dwarf the bars."""
     timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
     figure = _figure(8, 1.2 + 0.42 * len(timed))
     axes = figure.subplots()
@@ -40,7 +40,9 @@ def bars(rows: Sequence[Row]) -> Figure:
     drawn = axes.barh(names, values, color=[PROUD if row["method"] in OURS else PLAIN for row in timed])
     axes.bar_label(drawn, labels=[f" {value:,.0f}" for value in values])
     axes.margins(x=0.12)
-    axes.set_xlabel("tokens per second")
+    limits = [row["batch"] * 1e8 / row["us_per_token"] / row["percent_of_limit"] for row in timed if "gb_s" in row]
+    axes.set_xlabel(f"tokens per second (memory allows {limits[0]:,.0f})" if limits else "tokens per second")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"{as_case(rows[0]).label}\n{rows[0]['device']}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -54,9 +56,13 @@ def against_context(rows: Sequence[Row]) -> Figure:
         points = [(row["prompt"] + row["new"] / 2, row["us_per_token"]) for row in rows if row["method"] == method]
         xs, ys = zip(*sorted(points), strict=True)
         axes.plot(xs, ys, marker="o", label=method, linewidth=2.5 if method in OURS else 1.3)
-    axes.set_yscale("log")
-    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks("{x:,.0f}")
+    times = [row["us_per_token"] for row in rows]
+    if max(times) > 4 * min(times):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("{x:,.0f}")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("context (tokens)")
     axes.set_ylabel("µs per token")
     axes.grid(alpha=0.3)

@@ -114,15 +114,13 @@ def _convert(source: Path, target: Path, quantization: str) -> None:
 
 
 def _fastest(workers: list[_Worker]) -> _Worker:
-    """The one that generates a few tokens first, once both are warm; the others are let go."""
-
-    def seconds(worker: _Worker) -> float:
-        for _ in range(2):
-            start = time.perf_counter()
-            worker.ask({"prompts": [["a"]], "new": 6})
-        return time.perf_counter() - start
-
-    best = min(workers, key=seconds)
+    """The one that generates a few tokens in the least time, in turn and several times; the others are let go."""
+    times = []
+    for turn in range(4 * len(workers)):
+        start = time.perf_counter()
+        workers[turn % len(workers)].ask({"prompts": [["a"] * 16], "new": 8})
+        times.append((time.perf_counter() - start, turn % len(workers)))
+    best = workers[min(times)[1]]
     for worker in workers:
         if worker is not best:
             worker.close()

@@ -1,0 +1,91 @@
+"""What the documents say of results/*/bench.jsonl: tables, pictures, and where we lose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from warpline.bench import charts, report
+from warpline.bench.workloads import WORKLOADS
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+#: The workload whose bars are drawn; contexts are drawn wherever there are several.
+DRAWN = "reference"
+#: The machine, model and dtype that the README shows.
+SHOWN = ("nvidia-h200", "random:gpt2", "fp16")
+
+
+def machines() -> dict[str, list[report.Row]]:
+    """The newest rows of every machine, by its folder."""
+    workloads = list(WORKLOADS)
+
+    def place(row: report.Row) -> tuple[object, ...]:
+        return row["model"], row["dtype"], workloads.index(row["workload"]), row["batch"], row["prompt"], row["new"]
+
+    found = {}
+    for path in sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True):  # GPUs before the CPU
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.parent.name] = sorted(report.newest(rows), key=place)
+    return found
+
+
+def drawn() -> dict[str, tuple[charts.Drawing, list[report.Row]]]:
+    """The pictures that the documents show, by file name, and of which rows."""
+    found = {}
+    for machine, rows in machines().items():
+        for name, picture in charts.pictures(rows).items():
+            if name.startswith((DRAWN, "context")):
+                found[f"bench-{machine}-{name}.png"] = picture
+    return found
+
+
+def draw() -> None:
+    """Write what is missing or stale, and remove what is shown no more."""
+    wanted = drawn()
+    for path in IMAGES.glob("bench-*.png"):
+        if path.name not in wanted:
+            path.unlink()
+    for name, (figure, rows) in wanted.items():
+        if is_stale(name, rows):
+            (IMAGES / name).write_bytes(charts.png(figure, rows))
+
+
+def is_stale(name: str, rows: Sequence[report.Row]) -> bool:
+    """Whether a picture is not of these rows: it says in itself of which it is."""
+    from PIL import Image
+
+    if not (IMAGES / name).exists():
+        return True
+    with Image.open(IMAGES / name) as image:
+        return bool(image.info.get("Source") != charts.digest(rows))
+
+
+def tables() -> str:
+    """Everything that was measured, machine by machine."""
+    parts = []
+    for machine, rows in machines().items():
+        first = rows[0]
+        parts.append(f"## {first['device']}" + (f", {first['threads']} threads" if "threads" in first else ""))
+        days = sorted({row["time"][:10] for row in rows})
+        read = sorted({row["read_gb_s"] for row in rows})
+        span = f"{read[0]:,.0f}" if len(read) == 1 else f"{read[0]:,.0f} to {read[-1]:,.0f}"
+        parts.append(f"torch {first['torch']}, memory read at {span} GB/s in these runs, {' and '.join(days)}.")
+        parts += [f"![{name}](images/{name})" for name in drawn() if name.startswith(f"bench-{machine}-")]
+        parts.append(report.markdown(rows))
+    return "\n\n".join(parts)
+
+
+def where_we_lose() -> str:
+    """From the rows in which somebody else is ahead."""
+    lines = [f"- {rows[0]['device']}: {line}." for rows in machines().values() for line in report.losses(rows)]
+    return "\n".join(lines) or "Nowhere, in the rows there are."
+
+
+def summary() -> str:
+    """The reference workload on the machine that the README shows."""
+    machine, model, dtype = SHOWN
+    rows = [r for r in machines()[machine] if (r["workload"], r["model"], r["dtype"]) == (DRAWN, model, dtype)]
+    picture = next(name for name in drawn() if name.startswith(f"bench-{machine}-{DRAWN}") and f"-{dtype}-" in name)
+    return f"![Tokens per second of every method](docs/images/{picture})\n\n{report.markdown(rows)}"
