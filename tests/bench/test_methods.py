@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
 from warpline.bench import methods
+from warpline.bench.methods import ct2
 from warpline.bench.methods.names import METHODS
 from warpline.bench.methods.ours import Naive
 from warpline.bench.workloads import WORKLOADS, cases
@@ -101,3 +104,8 @@ def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
     method = methods.find(name)(weights, case(prompt=9, new=12), CPU)
     assert torch.equal(method.generate(prompts, 12), expected)
     method.close()
+
+
+def test_a_conversion_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="nothing-here"):
+        ct2._convert(tmp_path / "nothing-here", tmp_path / "out", "float32")

@@ -109,8 +109,9 @@ def _convert(source: Path, target: Path, quantization: str) -> None:
     """In a process, so that this one never loads the library."""
     made = f"ctranslate2.converters.TransformersConverter({str(source)!r})"
     script = f"import ctranslate2; {made}.convert({str(target)!r}, quantization={quantization!r})"
-    command = [sys.executable, "-c", script]
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["CTranslate2 could not convert the model"])[-1])
 
 
 def _fastest(workers: list[_Worker]) -> _Worker:
