@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Tokens by which a method's speed is judged before it is given a long case.
 TRIAL_TOKENS = 4
+#: Beyond this, no cache matters, and reading is as fast as it is.
+MOST_MEGABYTES = 1024
 NO_TIME = {"status": "skipped", "why": "no time for it in this run: --minutes says how long one may take"}
 
 Row = dict[str, Any]
@@ -98,7 +100,8 @@ class Bench:
         """What this machine can do now: read as many bytes as the model has, and multiply matrices of its dtype."""
         key = (case.model, case.dtype)
         if key not in self._limits:
-            megabytes = max(16, cost.weight_bytes(read_config(case.model), case.dtype) // 1_000_000)
+            bytes_read = cost.weight_bytes(read_config(case.model), case.dtype)
+            megabytes = min(max(16, bytes_read // 1_000_000), MOST_MEGABYTES)
             if self.settings.device == "cpu":
                 read = hardware.measure_bandwidth("cpu", megabytes)
                 rate = product_rate(torch.float32, 2048, "cpu")

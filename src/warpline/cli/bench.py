@@ -66,6 +66,9 @@ def bench(
     for name in words or ():
         one_of(name, WORKLOADS, "workload")
     dtypes = chosen(dtype, DTYPE_BYTES, "dtype")
+    for path in filter(None, (csv, md, html)):  # said now, not when everything has been measured
+        if not path.parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
 
     import torch
 
