@@ -19,10 +19,10 @@ SHOWN = ("nvidia-h200", "random:gpt2", "fp16")
 
 def machines() -> dict[str, list[report.Row]]:
     """The newest rows of every machine, by its folder."""
-    workloads = list(WORKLOADS)
+    order = list(WORKLOADS)
 
     def place(row: report.Row) -> tuple[object, ...]:
-        return row["model"], row["dtype"], workloads.index(row["workload"]), row["batch"], row["prompt"], row["new"]
+        return row["model"], row["dtype"], order.index(row["workload"]), row["batch"], row["prompt"], row["new"]
 
     found = {}
     for path in sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True):  # GPUs before the CPU
@@ -75,6 +75,12 @@ def tables() -> str:
         parts += [f"![{name}](images/{name})" for name in drawn() if name.startswith(f"bench-{machine}-")]
         parts.append(report.markdown(rows))
     return "\n\n".join(parts)
+
+
+def workloads() -> str:
+    """Their names and what they are."""
+    lines = [f"| `{workload.name}` | {workload.summary} |" for workload in WORKLOADS.values()]
+    return "\n".join(["| workload | what it is |", "| --- | --- |", *lines])
 
 
 def where_we_lose() -> str:

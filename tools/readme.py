@@ -122,7 +122,11 @@ def samples() -> str:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "bench": benchmarks.summary},
-    "docs/benchmarks.md": {"bench losses": benchmarks.where_we_lose, "bench tables": benchmarks.tables},
+    "docs/benchmarks.md": {
+        "bench workloads": benchmarks.workloads,
+        "bench losses": benchmarks.where_we_lose,
+        "bench tables": benchmarks.tables,
+    },
     "docs/kernels.md": {"catalog": catalog, "kernel rows": kernel_rows, "kernel losses": kernel_losses},
     "docs/stories.md": {"samples": samples},
 }

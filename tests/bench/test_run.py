@@ -170,3 +170,12 @@ def test_process_that_fails_says_why() -> None:
     row = measure_process("torch", case(model="random:nothing", kind="memory"), CPU)
     assert row["status"] == "failed"
     assert "unknown model" in row["why"]
+
+
+def test_a_window_moves_fewer_bytes() -> None:
+    bench = Bench(Settings("cpu", repetitions=3))
+    (whole,), (windowed,) = bench.run(
+        [case(batch=16, prompt=60, window=w) for w in (None, 4)], ["torch"], lambda _: None
+    )
+    moved = [row["gb_s"] * row["us_per_token"] for row in (whole, windowed)]
+    assert moved[1] < 0.97 * moved[0]

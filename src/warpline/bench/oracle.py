@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,14 +33,13 @@ class Verdict:
 class Oracle:
     """The weights in float32 in the readable model."""
 
-    def __init__(self, weights: Weights, window: int | None = None):
-        config = weights.config if window is None else replace(weights.config, window=window)
+    def __init__(self, weights: Weights):
         with torch.device("meta"):
-            self.model = GPT2(config)
+            self.model = GPT2(weights.config)
         tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
         self.model.load_state_dict(tensors, assign=True)
         self.model.requires_grad_(False).eval()
-        self.layers = config.n_layer
+        self.layers = weights.config.n_layer
         self._verdicts: dict[bytes, Verdict] = {}
 
     def judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:

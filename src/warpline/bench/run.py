@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class Bench:
 
     def _at_best(self, case: Case) -> float:
         """Seconds of one generation at the limits of this machine."""
-        return plan.seconds_at_best(case, read_config(case.model), *self.limits(case).values())
+        return plan.seconds_at_best(case, case.windowed(read_config(case.model)), *self.limits(case).values())
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,8 @@ class Bench:
     def _generations(
         self, case: Case, weights: Weights, prompts: Tensor, rows: dict[str, Row], deadline: Deadline, tick: Tick
     ) -> None:
-        oracle = Oracle(weights, case.window)
+        config = case.windowed(weights.config)
+        oracle = Oracle(replace(weights, config=config))
         built: dict[str, Built] = {}
         for name, row in rows.items():
             with warnings.catch_warnings():
@@ -188,7 +189,7 @@ class Bench:
         del oracle
         samples = self._time(case, built, prompts, deadline)
         for name, one in built.items():
-            one.row |= figures(case, weights.config, samples, name, self.limits(case))
+            one.row |= figures(case, config, samples, name, self.limits(case))
             one.method.close()
             tick(0.5)
         built.clear()

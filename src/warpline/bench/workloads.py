@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from warpline.config import ModelConfig
 from warpline.errors import ConfigError, one_of
@@ -32,6 +32,10 @@ class Case:
         window = f", window {self.window}" if self.window else ""
         return f"{self.workload}, {self.model} {self.dtype}, {self.batch} × {tokens}{window}"
 
+    def windowed(self, config: ModelConfig) -> ModelConfig:
+        """The model's shape with the window of this case, if it has one."""
+        return config if self.window is None else replace(config, window=self.window)
+
     def obstacle(self, config: ModelConfig) -> str | None:
         """Why the model cannot do this, if it cannot."""
         length = self.prompt if self.kind == "prefill" else self.prompt + self.new
@@ -56,25 +60,34 @@ WORKLOADS = {
         Workload(name="reference", summary="prompt 16, 100 new tokens, batch 1", shapes=((1, 16, 100),)),
         Workload(
             name="decode",
-            summary="128 tokens behind contexts of several lengths, the prompt's time left out",
+            summary="128 tokens behind contexts of 16 to 896, the prompt's time left out",
             kind="decode",
             shapes=tuple((1, depth, 128) for depth in (16, 256, 512, 768, 896)),
         ),
         Workload(name="long", summary="900 tokens into a context of 1,024", shapes=((1, 124, 900),)),
         Workload(
             name="prefill",
-            summary="the prompt alone",
+            summary="the first token behind 1×128, 1×1024 and 16×1024",
             kind="prefill",
             shapes=((1, 128, 0), (1, 1024, 0), (16, 1024, 0)),
         ),
-        Workload(name="batch", summary="8, 64 and 256 sequences", shapes=tuple((b, 16, 100) for b in (8, 64, 256))),
+        Workload(
+            name="batch",
+            summary="8, 64 and 256 sequences, prompt 16, 100 new tokens",
+            shapes=tuple((b, 16, 100) for b in (8, 64, 256)),
+        ),
         Workload(
             name="coldstart",
             summary="a new process to its first token, with what it keeps on disk cold and warm",
             kind="coldstart",
             shapes=((1, 16, 1),),
         ),
-        Workload(name="memory", summary="peak memory of a process", kind="memory", shapes=((1, 16, 100),)),
+        Workload(
+            name="memory",
+            summary="peak memory: on a GPU what was allocated, else of the process",
+            kind="memory",
+            shapes=((1, 16, 100),),
+        ),
     )
 }
 

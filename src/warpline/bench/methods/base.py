@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import resource
 import tempfile
 from abc import ABC, abstractmethod
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from warpline.bench.workloads import Case
 from warpline.model.weights import Weights
+
+#: About what torch.compile takes for a case, for planning.
+COMPILE_SECONDS = 20.0
 
 
 class Converted:
@@ -47,6 +51,8 @@ class Method(ABC):
     title: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    packages: tuple[str, ...] = ()  # what it needs beyond torch, and the extra that brings it
+    extra: str = "peers"
     windows: bool = False  # whether it knows sliding windows
     #: Whether it computes what the weights say; if not, how many tokens agree is reported instead of required.
     exact: bool = True
@@ -72,7 +78,8 @@ class Method(ABC):
     @classmethod
     def missing(cls) -> str | None:
         """What is not installed, if something is not."""
-        return None
+        absent = next((package for package in cls.packages if importlib.util.find_spec(package) is None), None)
+        return None if absent is None else f"{absent} is not installed: pip install 'warpline[{cls.extra}]'"
 
     @abstractmethod
     def generate(self, prompts: Tensor, new: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -62,16 +61,9 @@ class CTranslate2(Method):
     title = "CTranslate2"
     devices = ("cpu",)
     dtypes = ("fp32",)
+    packages = ("ctranslate2", "transformers")
     quantization = "float32"
     startup_seconds = 3.0
-
-    @classmethod
-    def missing(cls) -> str | None:
-        """Both it and transformers, which reads the model for it."""
-        for package in ("ctranslate2", "transformers"):
-            if importlib.util.find_spec(package) is None:
-                return f"{package} is not installed: pip install 'warpline[peers]'"
-        return None
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)

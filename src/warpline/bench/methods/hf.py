@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-from warpline.bench.methods.base import Method
+from warpline.bench.methods.base import COMPILE_SECONDS, Method
 from warpline.bench.workloads import Case
 from warpline.model.weights import Weights, checkpoint
 
 
 class _Transformers(Method):
+    packages = ("transformers",)
+    extra = "hf"
     attention: str
     cache: str | None = None  # what generate calls cache_implementation
-
-    @classmethod
-    def missing(cls) -> str | None:
-        """The extra `hf`."""
-        if importlib.util.find_spec("transformers") is None:
-            return "transformers is not installed: pip install 'warpline[hf]'"
-        return None
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
@@ -80,4 +73,4 @@ class StaticCompiled(_Transformers):
     devices = ("cuda",)
     cache = "static"
     warm_up = 2
-    startup_seconds = 20.0
+    startup_seconds = COMPILE_SECONDS

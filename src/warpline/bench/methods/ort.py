@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,14 +125,7 @@ class OnnxRuntime(Method):
     title = "ONNX Runtime"
     devices = ("cpu",)
     dtypes = ("fp32",)
-
-    @classmethod
-    def missing(cls) -> str | None:
-        """The runtime, and the package that writes the model for it."""
-        for package in ("onnxruntime", "onnx"):
-            if importlib.util.find_spec(package) is None:
-                return f"{package} is not installed: pip install 'warpline[peers]'"
-        return None
+    packages = ("onnxruntime", "onnx")
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)

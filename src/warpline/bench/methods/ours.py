@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpline.bench.methods.base import Method
+from warpline.bench.methods.base import COMPILE_SECONDS, Method
 from warpline.bench.workloads import Case
 from warpline.config import SamplingParams
 from warpline.engine import executor as executors
@@ -16,10 +16,6 @@ from warpline.engine.state import Request, State
 from warpline.engine.torch_exec import TorchExecutor
 from warpline.model.gpt2 import GPT2
 from warpline.model.weights import Weights
-
-
-def _windowed(weights: Weights, window: int | None) -> Weights:
-    return weights if window is None else replace(weights, config=replace(weights.config, window=window))
 
 
 class Naive(Method):
@@ -30,9 +26,8 @@ class Naive(Method):
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
-        weights = _windowed(weights, case.window)
         with torch.device("meta"):
-            model = GPT2(weights.config, naive=True)
+            model = GPT2(case.windowed(weights.config), naive=True)
         model.load_state_dict(weights.tensors, assign=True)
         self.model: Any = model.requires_grad_(False).eval()
 
@@ -51,7 +46,7 @@ class NaiveCompiled(Naive):
 
     title = "naive PyTorch, torch.compile"
     warm_up = 1
-    startup_seconds = 20.0
+    startup_seconds = COMPILE_SECONDS
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
@@ -66,7 +61,8 @@ class _OnExecutor(Method):
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
-        self._executor = executors.create(self.executor, _windowed(weights, case.window), device, case.dtype)
+        windowed = replace(weights, config=case.windowed(weights.config))
+        self._executor = executors.create(self.executor, windowed, device, case.dtype)
         self._state: State | None = None
 
     def generate(self, prompts: Tensor, new: int) -> Tensor:
@@ -96,7 +92,7 @@ class OnTorchCompiled(OnTorch):
 
     title = "warpline torch executor, torch.compile"
     warm_up = 1
-    startup_seconds = 20.0
+    startup_seconds = COMPILE_SECONDS
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpline.bench.methods.base import Method
+from warpline.bench.methods.base import COMPILE_SECONDS, Method
 from warpline.bench.workloads import Case
 from warpline.config import ACTIVATIONS
 from warpline.model.gpt2 import activate
@@ -180,7 +180,7 @@ class StaticKVCompiled(StaticKV):
 
     title = "static KV cache, torch.compile"
     warm_up = 2
-    startup_seconds = 20.0
+    startup_seconds = COMPILE_SECONDS
 
     @classmethod
     def missing(cls) -> str | None:
