@@ -99,87 +99,115 @@ class StaticModel(nn.Module):
         return F.linear(x, self.head)
 
 
+class _Graphs:
+    """The prompt's pass and a step, each captured once in a CUDA graph; what goes in and out has its place."""
+
+    @torch.no_grad()
+    def __init__(self, next_token: Callable[[Tensor, Tensor], Tensor], case: Case, device: torch.device):
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        self.prompts, self.tokens = zeros(case.batch, case.prompt), zeros(case.batch, max(1, case.new))
+        token, position, count = zeros(case.batch, 1), zeros(1), zeros(1)
+        places = torch.arange(case.prompt, device=device)
+
+        def begin() -> None:
+            token.copy_(next_token(self.prompts, places))
+            position.fill_(case.prompt)
+            count.zero_()
+            self.tokens[:, :1] = token
+
+        def step() -> None:
+            token.copy_(next_token(token, position))
+            position.add_(1)
+            count.add_(1)
+            self.tokens.index_copy_(1, count, token)
+
+        self._begin = self._captured(begin, begin)
+        self._step = self._captured(step, begin) if case.new > 1 else None
+
+    @staticmethod
+    def _captured(work: Callable[[], None], before: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """After it has run a few times, as torch wants it: what compiles has compiled then."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                before()
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        before()
+        with torch.cuda.graph(graph):
+            work()
+        return graph
+
+    def generate(self, prompts: Tensor, new: int) -> Tensor:
+        """A copy, and a launch for each token."""
+        self.prompts.copy_(prompts)
+        self._begin.replay()
+        for _ in range(1, new):
+            assert self._step is not None
+            self._step.replay()
+        return self.tokens[:, :new]
+
+
 class StaticKV(Method):
     """Eagerly."""
 
     title = "static KV cache, eager"
     windows = True
+    #: Whether torch.compile makes the kernels, and whether CUDA graphs launch them, where there is CUDA.
+    compiled, captured = False, False
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
         slots = min(-(-(case.prompt + case.new) // 64) * 64, weights.config.n_positions)
         self.model = StaticModel(weights, case.batch, slots, case.window).requires_grad_(False).eval()
-        self.prompt_position = torch.arange(case.prompt, device=device)
-        self._first: Callable[[Tensor, Tensor], Tensor] = self._next
-        self._step: Callable[[Tensor, Tensor], Tensor] = self._next
+        self._next: Callable[[Tensor, Tensor], Tensor] = self._likeliest
+        if self.compiled:
+            self._next = torch.compile(self._likeliest, fullgraph=True, dynamic=False)
+        self._graphs = _Graphs(self._next, case, device) if self.captured and device.type == "cuda" else None
 
-    def _next(self, ids: Tensor, position: Tensor) -> Tensor:
+    def _likeliest(self, ids: Tensor, position: Tensor) -> Tensor:
         """The token [B, 1] behind ids."""
         logits: Tensor = self.model(ids, position)
         return logits.argmax(dim=-1, keepdim=True)
 
-    def _decode(self, tokens: Tensor, position: Tensor) -> None:
-        """Fill tokens [B, new] behind its first column, which stands at `position` [1]."""
-        token = tokens[:, :1].clone()
-        for i in range(1, tokens.shape[1]):
-            token = self._step(token, position)
-            tokens[:, i : i + 1] = token
-            position = position + 1
-
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> Tensor:
         """The prompt in one pass, then a step per token; nothing waits for the host."""
-        tokens = torch.empty(len(prompts), new, dtype=torch.long, device=self.device)
-        tokens[:, :1] = self._first(prompts, self.prompt_position)
-        self._decode(tokens, torch.full((1,), prompts.shape[1], device=self.device))
-        return tokens
+        if self._graphs is not None:
+            return self._graphs.generate(prompts, new)
+        token = self._next(prompts, torch.arange(prompts.shape[1], device=self.device))
+        tokens = [token]
+        position = torch.full((1,), prompts.shape[1], device=self.device)
+        for _ in range(1, new):
+            token = self._next(token, position)
+            tokens.append(token)
+            position = position + 1
+        return torch.cat(tokens, dim=1)
 
     def close(self) -> None:
         """The model holds the cache, and compiled code the model."""
         super().close()
-        del self.model, self._first, self._step
+        del self.model, self._next, self._graphs
 
 
 class StaticKVGraph(StaticKV):
-    """Each step captured once in a CUDA graph and replayed."""
+    """The prompt's pass and each step captured once in a CUDA graph and replayed."""
 
     title = "static KV cache, CUDA graph"
     devices = ("cuda",)
-
-    @torch.no_grad()
-    def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(weights, case, device)
-        self._token = torch.zeros(case.batch, 1, dtype=torch.long, device=device)
-        self._position = torch.zeros(1, dtype=torch.long, device=device)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._next(self._token, self._position)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._token.copy_(self._next(self._token, self._position))
-            self._position.add_(1)
-
-    def _decode(self, tokens: Tensor, position: Tensor) -> None:
-        self._token.copy_(tokens[:, :1])
-        self._position.copy_(position)
-        for i in range(1, tokens.shape[1]):
-            self._graph.replay()
-            tokens[:, i : i + 1] = self._token
-
-    def close(self) -> None:
-        """The graph has memory of its own."""
-        super().close()
-        del self._graph
+    captured = True
 
 
 class StaticKVCompiled(StaticKV):
-    """Compiled by torch, with CUDA graphs where there is CUDA: the bar."""
+    """Compiled by torch, and captured where there is CUDA: the bar."""
 
     title = "static KV cache, torch.compile"
-    warm_up = 2
+    compiled = captured = True
+    warm_up = 1
     startup_seconds = COMPILE_SECONDS
 
     @classmethod
@@ -188,13 +216,3 @@ class StaticKVCompiled(StaticKV):
         if torch.cuda.is_available() or shutil.which("g++") or shutil.which("clang++"):
             return None
         return "torch.compile needs a C++ compiler here"
-
-    def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(weights, case, device)
-        mode = "reduce-overhead" if device.type == "cuda" else "default"
-
-        def compiled(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-            made = torch.compile(function, mode=mode, fullgraph=True, dynamic=False)
-            return lambda ids, position: made(ids, position).clone()  # a graph's output is overwritten by its next run
-
-        self._first, self._step = compiled(self._first), compiled(self._step)
