@@ -108,20 +108,20 @@ class _Graphs:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
         self.prompts, self.tokens = zeros(case.batch, case.prompt), zeros(case.batch, max(1, case.new))
-        token, position, count = zeros(case.batch, 1), zeros(1), zeros(1)
-        places = torch.arange(case.prompt, device=device)
+        self._token, self._position, self._count = zeros(case.batch, 1), zeros(1), zeros(1)
+        self._places = torch.arange(case.prompt, device=device)  # a graph keeps addresses, so nothing here may go
 
         def begin() -> None:
-            token.copy_(next_token(self.prompts, places))
-            position.fill_(case.prompt)
-            count.zero_()
-            self.tokens[:, :1] = token
+            self._token.copy_(next_token(self.prompts, self._places))
+            self._position.fill_(case.prompt)
+            self._count.zero_()
+            self.tokens[:, :1] = self._token
 
         def step() -> None:
-            token.copy_(next_token(token, position))
-            position.add_(1)
-            count.add_(1)
-            self.tokens.index_copy_(1, count, token)
+            self._token.copy_(next_token(self._token, self._position))
+            self._position.add_(1)
+            self._count.add_(1)
+            self.tokens.index_copy_(1, self._count, self._token)
 
         self._begin = self._captured(begin, begin)
         self._step = self._captured(step, begin) if case.new > 1 else None
