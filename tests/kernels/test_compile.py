@@ -41,20 +41,20 @@ def test_every_kernel_compiles_for_every_gpu(spec: KernelSpec, arch: str) -> Non
         Variant.of(spec, dtype, d, arch) for dtype in spec.dtypes if spec.runs_on(dtype, arch) for d in spec.bench_dims
     }
     for binary in compile_many([(v, arch) for v in variants]):
-        report, label = binary.report, binary.variant.label
+        report, label = binary.report, binary.program.label
         assert binary.code[:4] == b"\x7fELF"
         assert report.spill_bytes == 0, label
         assert report.stack_bytes == 0, label
         assert report.registers is not None
         assert report.shared_bytes is not None
-        launch = binary.variant.smallest_launch
+        launch = binary.program.smallest_launch
         assert resident_blocks(arch, launch.block, report.registers, report.shared_bytes + launch.shared_bytes), label
 
 
 @pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
 def test_odd_shapes_compile_without_spills(spec: KernelSpec) -> None:
     jobs = {(Variant.of(spec, "fp16", dims, "sm_75"), "sm_75") for dims in spec.test_dims}
-    assert [b.variant.label for b in compile_many(list(jobs)) if b.report.spill_bytes] == []
+    assert [b.program.label for b in compile_many(list(jobs)) if b.report.spill_bytes] == []
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
@@ -223,8 +223,8 @@ def test_bf16_is_not_compiled_for_turing() -> None:
 
 
 def test_binary_remembers_its_variant(cache: Path) -> None:
-    binary: Binary = compile_one(variant(), "sm_90")
-    assert (binary.variant, binary.arch) == (variant(), "sm_90")
+    binary: Binary[Variant] = compile_one(variant(), "sm_90")
+    assert (binary.program, binary.arch) == (variant(), "sm_90")
 
 
 #: What it takes to generate with gpt2, alone and in prefill.

@@ -71,10 +71,10 @@ def compile_(
     }
     rows: list[dict[str, Any]] = [
         {
-            "kernel": binary.variant.label,
+            "kernel": binary.program.label,
             "arch": binary.arch,
             "registers": binary.report.registers,
-            "shared_bytes": (binary.report.shared_bytes or 0) + binary.variant.smallest_launch.shared_bytes,
+            "shared_bytes": (binary.report.shared_bytes or 0) + binary.program.smallest_launch.shared_bytes,
             "spill_bytes": binary.report.spill_bytes,
             "seconds": binary.report.seconds,
             "cached": binary.report.cached,

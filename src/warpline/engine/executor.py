@@ -13,7 +13,10 @@ from warpline.errors import one_of
 from warpline.model.weights import TORCH_DTYPES, Weights
 
 #: Every executor and its home; loaded when chosen.
-EXECUTORS = {"torch": "warpline.engine.torch_exec:TorchExecutor"}
+EXECUTORS = {
+    "torch": "warpline.engine.torch_exec:TorchExecutor",
+    "persistent": "warpline.engine.persistent_exec:PersistentExecutor",
+}
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A variant becomes machine code: translation unit → NVRTC → cubin, kept on disk.
+"""A program becomes machine code: translation unit → NVRTC → cubin, kept on disk.
 
 Needs NVRTC and two CUDA headers, all from pip packages, and neither GPU, toolkit nor host compiler. The cache key
 covers everything that can change the result; an entry is written beside its place and renamed into it, so that
@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from warpline.errors import KernelError
 from warpline.hardware import cache_dir
-from warpline.kernels.spec import Variant
 from warpline.progress import progress
 
 SOURCE = Path(__file__).parent / "cuda"
@@ -47,34 +46,56 @@ class Report:
     cached: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
-    """A compiled variant: a cubin for an arch such as sm_90, or PTX for compute_75."""
+class Program(Protocol):
+    """Something to compile: a variant of an op, or the persistent decode kernel."""
 
-    variant: Variant
+    @property
+    def name(self) -> str:
+        """What its file in the cache is called after."""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name."""
+
+    def translation_unit(self) -> str:
+        """The CUDA C++, with one kernel in it."""
+
+
+P = TypeVar("P", bound=Program)
+
+
+@dataclass(frozen=True, slots=True)
+class Binary(Generic[P]):
+    """A compiled program: a cubin for an arch such as sm_90, or PTX for compute_75."""
+
+    program: P
     arch: str
     code: bytes
     report: Report
 
 
-def compile_one(variant: Variant, arch: str) -> Binary:
+def compile_one(program: P, arch: str) -> Binary[P]:
     """From the cache, or compiled now."""
-    unit = variant.translation_unit()
-    path = cache_dir() / "kernels" / f"{variant.spec.name}-{_key(unit, arch)}.bin"
+    unit = program.translation_unit()
+    path = cache_dir() / "kernels" / f"{program.name}-{_key(unit, arch)}.bin"
     stored = _load(path)
     if stored is not None:
-        return Binary(variant, arch, *stored)
+        return Binary(program, arch, *stored)
     start = time.perf_counter()
-    code, log = _nvrtc(unit, arch, variant.label)
+    code, log = _nvrtc(unit, arch, program.label)
     report = _parse(log, time.perf_counter() - start)
     _store(path, code, report)
-    return Binary(variant, arch, code, report)
+    return Binary(program, arch, code, report)
 
 
-def compile_many(jobs: Sequence[tuple[Variant, str]]) -> list[Binary]:
+def compile_many(jobs: Sequence[tuple[P, str]]) -> list[Binary[P]]:
     """Several at once, on all cores, with a progress bar if it takes long."""
     with progress("Compiling kernels", len(jobs)) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(compile_one, variant, arch) for variant, arch in jobs]
+        futures = [pool.submit(compile_one, program, arch) for program, arch in jobs]
         results = []
         for future in futures:
             results.append(future.result())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpline.errors import ConfigError, KernelError
-from warpline.kernels.compile import compile_one, nvrtc_version
+from warpline.errors import ConfigError, DeviceError, KernelError
+from warpline.kernels.compile import Program, compile_one, nvrtc_version
 from warpline.kernels.spec import Buffer, Dims, KernelSpec, Launch, Tunables, Variant
 
 #: Element types in torch.
@@ -25,37 +25,85 @@ TORCH_TYPES = {
 _NAMES = {kind: name for name, kind in TORCH_TYPES.items()}
 
 
+class Module:
+    """A compiled program on one device."""
+
+    def __init__(self, program: Program, device: int, arch: str, shared_bytes: int):
+        self.label, self.device = program.label, device
+        driver = _driver()
+        binary = compile_one(program, arch)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes sure that torch has set up its context
+            status, self._module = driver.cuModuleLoadData(binary.code)
+            _check(driver, status, f"loading {program.label} for {arch}")
+            status, self._function = driver.cuModuleGetFunction(self._module, program.entry.encode())
+            _check(driver, status, f"finding {program.entry}")
+            if shared_bytes:  # beyond 48 KiB, static and dynamic together, a block only gets what was asked for
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (status,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+                _check(driver, status, f"giving {program.label} {shared_bytes:,} bytes of shared memory")
+
+    def read_int(self, name: str) -> int:
+        """A number that the program carries."""
+        driver = _driver()
+        status, address, _ = driver.cuModuleGetGlobal(self._module, name.encode())
+        _check(driver, status, f"finding {name}")
+        value = ctypes.c_int()
+        (status,) = driver.cuMemcpyDtoH(ctypes.addressof(value), address, 4)
+        _check(driver, status, f"reading {name}")
+        return value.value
+
+    def require_cooperation(self, shape: Launch) -> None:
+        """Whether so many blocks can wait for one another; if not, say why."""
+        driver = _driver()
+        kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
+        status, able = driver.cuDeviceGetAttribute(kind, self.device)
+        _check(driver, status, "asking for cooperative launches")
+        if not able:
+            raise DeviceError("this GPU cannot launch cooperatively, which the persistent executor needs: use graph")
+        status, resident = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            self._function, shape.block, shape.shared_bytes
+        )
+        _check(driver, status, f"asking how many blocks of {self.label} fit")
+        room = resident * torch.cuda.get_device_properties(self.device).multi_processor_count
+        if room < shape.grid:
+            raise DeviceError(
+                f"{self.label} needs {shape.grid} blocks at once, this GPU holds {room}: use executor graph"
+            )
+
+    def launch(self, shape: Launch, pointers: ctypes.Array[Any], *, cooperative: bool = False) -> None:
+        """Enqueue one launch on torch's current stream; `pointers` lead to the arguments."""
+        driver = _driver()
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        start = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+        more = () if cooperative else (0,)
+        (status,) = start(
+            self._function,
+            shape.grid,
+            1,
+            1,
+            shape.block,
+            1,
+            1,
+            shape.shared_bytes,
+            stream,
+            ctypes.addressof(pointers),
+            *more,
+        )
+        _check(driver, status, f"launching {self.label}")
+
+
 class Kernel:
     """One variant, loaded on one device."""
 
     def __init__(self, variant: Variant, device: int, arch: str):
-        self.variant, self.device = variant, device
-        driver = _driver()
-        binary = compile_one(variant, arch)
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes sure that torch has set up its context
-            status, self._module = driver.cuModuleLoadData(binary.code)
-            _check(driver, status, f"loading {variant.label} for {arch}")
-            status, self._function = driver.cuModuleGetFunction(self._module, variant.entry.encode())
-            _check(driver, status, f"finding {variant.entry}")
-            shared = variant.smallest_launch.shared_bytes
-            if shared:  # beyond 48 KiB, static and dynamic together, a block only gets what was asked for
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                (status,) = driver.cuFuncSetAttribute(self._function, attribute, shared)
-                _check(driver, status, f"giving {variant.label} {shared:,} bytes of shared memory")
+        self._module = Module(variant, device, arch, variant.smallest_launch.shared_bytes)
         self._parameters = variant.parameters()
 
     def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int]) -> None:
         """Enqueue one launch; `values` holds every argument by name."""
-        driver = _driver()
         cells = [_cell(argument, values[argument.name]) for argument in self._parameters]
-        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        grid, block = (shape.grid, 1, 1), (shape.block, 1, 1)
-        (status,) = driver.cuLaunchKernel(
-            self._function, *grid, *block, shape.shared_bytes, stream, ctypes.addressof(pointers), 0
-        )
-        _check(driver, status, f"launching {self.variant.label}")
+        self._module.launch(shape, (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells)))
 
 
 def _cell(argument: Any, value: Tensor | float | int) -> Any:

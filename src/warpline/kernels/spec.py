@@ -288,6 +288,11 @@ class Variant:
         return cls(spec, dtype, constants, tuple((name, chosen[name]) for name in spec.tunables))
 
     @property
+    def name(self) -> str:
+        """The op's."""
+        return self.spec.name
+
+    @property
     def entry(self) -> str:
         """The kernel's name in the GPU's and everybody's traces."""
         return f"warpline_{self.spec.name}"

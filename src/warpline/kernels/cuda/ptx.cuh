@@ -96,6 +96,22 @@ __device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at
 #endif
 }
 
+// What another block of the same launch may have written: past L1, which would not know.
+template <typename Pack>
+__device__ __forceinline__ Pack load_shared_between_blocks(const Pack* at) {
+    Pack pack;
+    if constexpr (sizeof(Pack) == 16) {
+        *reinterpret_cast<uint4*>(&pack) = __ldcg(reinterpret_cast<const uint4*>(at));
+    } else if constexpr (sizeof(Pack) == 8) {
+        *reinterpret_cast<uint2*>(&pack) = __ldcg(reinterpret_cast<const uint2*>(at));
+    } else if constexpr (sizeof(Pack) == 4) {
+        *reinterpret_cast<unsigned*>(&pack) = __ldcg(reinterpret_cast<const unsigned*>(at));
+    } else {
+        *reinterpret_cast<unsigned short*>(&pack) = __ldcg(reinterpret_cast<const unsigned short*>(at));
+    }
+    return pack;
+}
+
 // --- copies that run by themselves, from global into shared memory ---
 
 constexpr bool HAS_ASYNC_COPIES = __CUDA_ARCH__ >= 800;

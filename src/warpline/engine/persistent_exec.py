@@ -1,0 +1,127 @@
+"""The persistent executor: one cooperative launch decodes many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from warpline.config import ACTIVATIONS
+from warpline.engine.executor import Executor
+from warpline.engine.sampling import advance
+from warpline.engine.state import State
+from warpline.engine.tape import record
+from warpline.engine.torch_exec import TorchExecutor
+from warpline.errors import ConfigError, DeviceError
+from warpline.kernels import persistent
+from warpline.kernels.launch import arch_of
+from warpline.model.weights import Weights
+
+#: Sequences that one launch can decode.
+MOST_ROWS = 8
+#: Seconds after which a launch that makes no progress ends itself.
+PATIENCE = 10.0
+
+
+class PersistentExecutor(Executor):
+    """Weights on a tape, prompts by torch."""
+
+    name = "persistent"
+    chunk = 32
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str, *, arch: str | None = None):
+        super().__init__(weights, device, dtype)
+        if device.type != "cuda":
+            raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor torch here")
+        config = weights.config
+        if ACTIVATIONS[config.activation_function] != "gelu_tanh":
+            raise ConfigError(
+                f"the persistent executor knows only GELU's tanh form, not {config.activation_function}: "
+                "use --executor torch"
+            )
+        size = torch.finfo(weights.tensors["wte.weight"].dtype).bits // 8
+        if config.head_size * size % 16 or config.inner * size % 16:
+            raise ConfigError(
+                f"in {dtype} the persistent executor needs heads of a multiple of {16 // size}, "
+                f"not {config.head_size}: use --executor torch"
+            )
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self._prompts = TorchExecutor(weights, device, dtype)
+        self._wte, self._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
+        multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
+        extents = persistent.Extents(
+            dtype=dtype,
+            width=config.n_embd,
+            inner=config.inner,
+            heads=config.n_head,
+            layers=config.n_layer,
+            vocab=config.vocab_size,
+            rows=1,
+            blocks=multiprocessors,
+            arch=arch or arch_of(self._index),
+        )
+        units = sum(extents.units(stage) for stage in persistent.STAGES[:-1])
+        self.extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
+        self._tapes = record(weights, persistent.plan(self.extents))
+        self._fault = torch.zeros(1, dtype=torch.int32, device=device)
+        self._logits: torch.Tensor | None = None
+        self.stamps: torch.Tensor | None = None
+
+    def _prefill(self, state: State) -> None:
+        self._prompts._prefill(state)
+
+    def _decode(self, state: State, n: int) -> None:
+        """In one launch, unless a token takes more to choose than a draw from all."""
+        if state.batch > MOST_ROWS:
+            raise ConfigError(f"the persistent executor decodes up to {MOST_ROWS} sequences at once, not {state.batch}")
+        needs = state.needs
+        if not (needs.penalty or needs.candidates or needs.min_p or needs.logprobs is not None):
+            self._launch(state, n, logits=False)
+            return
+        for _ in range(n):
+            advance(state, self._launch(state, 1, logits=True))
+
+    @torch.inference_mode()
+    def _launch(self, state: State, n: int, *, logits: bool) -> torch.Tensor:
+        config, batch = self.config, state.batch
+        rows = 1 << (batch - 1).bit_length()
+        program = persistent.DecodeProgram(replace(self.extents, rows=rows, logits=logits))
+        if self._logits is None or len(self._logits) < batch:
+            self._logits = torch.empty(rows, config.vocab_size, device=self.device)
+        tensors = {
+            "tape": self._tapes.tape,
+            "plans": self._tapes.plans,
+            "vectors": self._tapes.vectors,
+            "wte": self._wte,
+            "wpe": self._wpe,
+            "k": state.cache.k,
+            "v": state.cache.v,
+            "tokens": state.tokens,
+            "length": state.length,
+            "known": state.known,
+            "limit": state.limit,
+            "min_length": state.min_length,
+            "temperature": state.temperature,
+            "noise": state.noise,
+            "stops_at_eos": state.stops_at_eos,
+            "done": state.done,
+            "broken": state.broken,
+            "logits": self._logits,
+            "fault": self._fault,
+        }
+        if self.stamps is not None:
+            tensors["stamps"] = self.stamps
+        numbers = {
+            "patience": int(PATIENCE * 1e9),
+            "batch": batch,
+            "cache_rows": state.rows,
+            "capacity": state.capacity,
+            "window": config.window or 0,
+            "eos": -1 if config.eos_token_id is None else config.eos_token_id,
+            "epsilon": config.layer_norm_epsilon,
+            "scale": config.attention_scale(0),
+            "scale_by_layer": int(config.scale_attn_by_inverse_layer_idx),
+        }
+        with torch.cuda.device(self._index):
+            persistent.load(program, self._index).launch(n, tensors, numbers)
+        return self._logits[:batch]

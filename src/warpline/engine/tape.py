@@ -1,0 +1,84 @@
+"""Weights in the order in which the persistent kernel reads them: one tape per block, steps of a tile per warp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpline.kernels.persistent import STAGES, TILE_BYTES, UNIT, Plan
+from warpline.model.weights import Weights
+
+#: Where each stage's weights are in a layer; the LM head's are the model's.
+_MATRICES = {
+    "qkv": "attn.c_attn.weight",
+    "out": "attn.c_proj.weight",
+    "fc": "mlp.c_fc.weight",
+    "proj": "mlp.c_proj.weight",
+}
+#: What is no matrix of a layer, in the order of the checkpoint.
+_VECTORS = (
+    "ln_1.weight",
+    "ln_1.bias",
+    "attn.c_attn.bias",
+    "attn.c_proj.bias",
+    "ln_2.weight",
+    "ln_2.bias",
+    "mlp.c_fc.bias",
+    "mlp.c_proj.bias",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tapes:
+    """What the kernel reads of a model besides its embeddings."""
+
+    tape: Tensor  # [step, warp, element]
+    vectors: Tensor
+    plans: Tensor  # int32 [block, 12]
+
+
+def record(weights: Weights, plan: Plan) -> Tapes:
+    """Arrange `weights` for `plan`, on the device where they are."""
+    tensors, extents = weights.tensors, plan.extents
+    some = tensors["wte.weight"]
+    total = plan.tape[-1] + plan.steps[-1]
+    tape = some.new_zeros(total, plan.warps, TILE_BYTES // some.element_size())
+    places = {stage: _places(plan, stage).to(some.device) for stage in STAGES}
+    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)])
+    for stage, name in _MATRICES.items():
+        owner = torch.repeat_interleave(torch.arange(extents.blocks), torch.tensor(plan.units[stage]))
+        stride = strides[owner].to(some.device)[:, None]  # [unit, 1]: from one layer to the next
+        for layer in range(extents.layers):
+            found = tiles(tensors[f"h.{layer}.{name}"], plan, stage)  # [unit, step · warp, element]
+            tape[places[stage] + layer * stride] = found.unflatten(1, (-1, plan.warps))
+    head = tiles(tensors.get("lm_head.weight", some), plan, "head")  # [unit, step, element]
+    within = torch.cat([torch.arange(units) for units in plan.units["head"]]).to(some.device)
+    tape[places["head"], within[:, None] % plan.warps] = head
+    layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
+    vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
+    return Tapes(tape, vectors, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
+
+
+def tiles(matrix: Tensor, plan: Plan, stage: str) -> Tensor:
+    """[out, in] → [unit, tile, element]: the 16 bytes of a lane are neighbouring inputs of one output; what is missing
+    from the last unit and tile is zero."""
+    extents = plan.extents
+    width = extents.tile_inputs // 4
+    count = extents.tiles(stage) if stage == "head" else plan.steps_of(stage) * plan.warps
+    padded = F.pad(matrix, (0, count * extents.tile_inputs - matrix.shape[1], 0, -matrix.shape[0] % UNIT))
+    return padded.view(-1, UNIT, count, 4, width).transpose(1, 2).flatten(2)
+
+
+def _places(plan: Plan, stage: str) -> Tensor:
+    """Where in the tape each unit's steps go, in the first layer: [unit, step]."""
+    rows, steps = [], torch.arange(plan.steps_of(stage))
+    for block in range(plan.extents.blocks):
+        start = plan.tape[block] + sum(plan.block_steps(s, block) for s in STAGES[: STAGES.index(stage)])
+        if stage == "head":
+            start = plan.tape[block] + plan.steps[block] - plan.block_steps(stage, block)
+        turns = torch.arange(plan.units[stage][block]) // (plan.warps if stage == "head" else 1)
+        rows.append(start + turns[:, None] * len(steps) + steps)
+    return torch.cat(rows)

@@ -1,0 +1,559 @@
+// Many tokens in one launch: embedding, all layers, LM head and the choice of the token, in blocks that stay.
+//
+// The idea: streaming the weights is the only thing that must take time, so it never stops (tape.cuh), and everything else
+// is a chain of short steps whose latency is what counts. Each layer is five stages, each ends with every block posting
+// what it computed and begins with every block gathering what it needs (exchange.cuh):
+//   LayerNorm, QKV -> attention of a head (or a part of its context) -> out-projection and residual
+//   -> LayerNorm, FC, GELU -> projection and residual
+// Every output is summed by one block in one order, so a run repeats to the bit. What a stage can do before its inputs
+// are there it does before it waits: weights into registers, LayerNorm's parameters, keys and values of the past.
+// The residual row is float32 throughout; what is multiplied is rounded to the storage type.
+// Traffic per token: every weight once, keys and values of the context once, and for each of the five exchanges of a layer
+// a row to every block, through L2.
+#pragma once
+#include "ops/decode_attention.cuh"
+#include "ops/gelu.cuh"
+#include "ops/matvec.cuh"
+#include "ops/sample.cuh"
+#include "persistent/exchange.cuh"
+#include "persistent/tape.cuh"
+
+namespace warpline {
+
+// What one block does of a token; the host fills it in, one per block.
+struct BlockPlan {
+    int tape, steps;  // where its tape begins and how long it is, in steps
+    int first[5], units[5];  // of QKV, out-projection, FC, projection, LM head: units of TILE_OUTPUTS outputs
+};
+
+// M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
+//   vectors   LayerNorms and biases, layer by layer in the order of the checkpoint, then the last LayerNorm
+//   k, v      [layer, row, head, slot, depth], `cache_rows` rows of `capacity` slots
+//   logits    [row, vocab], where the launch is to leave them instead of choosing a token
+//   patience  of a wait, in nanoseconds
+//   count     of tokens, at most; tag: of the first turn
+template <typename M>
+class Decode {
+    using T = typename M::T;
+    static constexpr int ROWS = M::ROWS, WARPS = M::WARPS, THREADS = WARPS * WARP, WIDTH = M::WIDTH, INNER = M::INNER;
+    static constexpr int HEADS = M::HEADS, DEPTH = WIDTH / HEADS, PER = PER_WORD<T>;
+    static constexpr int TEAM = WARPS >= power_of_two_from(ROWS) ? WARPS / power_of_two_from(ROWS) : 1;  // warps to a row
+    enum Stage { QKV, OUT, FC, PROJ, HEAD };
+    using TileOf = TileSums<T, ROWS>;
+
+    // --- shared memory ---
+
+    static constexpr int BIASES = (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;
+    static constexpr int LARGEST = WIDTH > INNER ? WIDTH : INNER;
+    static constexpr int PADDED = ceil_div(LARGEST, WARPS * TileOf::INPUTS) * WARPS * TileOf::INPUTS;
+    static constexpr int PITCH = ceil_div(PADDED, 64) * 64 + 32;  // neighbouring rows on different banks
+    static constexpr int most(int a, int b) { return a > b ? a : b; }
+    static constexpr int MOST_UNITS = most(most(M::QKV_UNITS, M::OUT_UNITS), most(M::FC_UNITS, M::PROJ_UNITS));
+
+    struct alignas(16) Desk {
+        T h[ROWS * PITCH];      // what is multiplied
+        float x[ROWS * WIDTH];  // the residual rows
+        float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
+        float stored[WARPS * (DEPTH + 2)];
+        T bias[M::LAYERS * BIASES];
+        float moments[WARPS][2];
+        unsigned long long best[ROWS];
+        int length[ROWS], token[ROWS], banned[ROWS], key[ROWS];
+        float coolness[ROWS];
+        bool active[ROWS], known[ROWS];
+        bool any_active;
+    };
+    static constexpr int STEP_BYTES = THREADS * sizeof(Bits);
+    static constexpr int FITS = (M::SHARED_BYTES - static_cast<int>(sizeof(Desk))) / STEP_BYTES;
+    static constexpr int RING = HAS_ASYNC_COPIES ? (FITS < 64 ? FITS : 64) : 0;
+    static_assert(FITS > 8 || !HAS_ASYNC_COPIES, "too little shared memory");
+    static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");
+
+    template <int INPUTS, int UNITS>
+    using ProductOf = Product<T, INPUTS, ROWS, WARPS, RING, UNITS>;
+
+    // --- the words of a turn ---
+
+    static constexpr int HEAD_WORDS = DEPTH / PER + 2;  // a head's part of the output, and twice its weight
+    static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
+    static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::SPLITS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
+    static constexpr int END_AT = FC_AT + ROWS * INNER / PER, TURN = END_AT + ROWS * WIDTH;
+    static constexpr int CANDIDATES_AT = 2 * TURN;  // two turns, then [2][block][row][2]
+
+   public:
+    static constexpr int WORDS = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * 2;
+
+   private:
+    const typename M::Arguments& a;
+    const BlockPlan plan;
+    Desk& desk;
+    Tape<WARPS, RING> tape;
+    const Watchdog watchdog;
+    unsigned tag;
+    Word* words;  // of this turn
+    int splits, layer, stamped = 0;
+
+    __device__ __forceinline__ void stamp() {
+        if constexpr (M::STAMPS) {
+            if (threadIdx.x == 0) a.stamps[static_cast<long long>(blockIdx.x) * M::STAMPS + stamped % M::STAMPS] = clock64();
+            ++stamped;
+        }
+    }
+
+    static __device__ __forceinline__ unsigned packed(const float (&value)[PER]) {
+        if constexpr (PER == 2) return pack_pair<T>(value[0], value[1]);
+        else return __float_as_uint(value[0]);
+    }
+
+    // Sixteen bytes of rows that were posted.
+    __device__ __forceinline__ Bits await_bits(const Word* from) const {
+        Pair low, high;
+        low.load(from);
+        high.load(from + 2);
+        await(low, from, tag, watchdog);
+        await(high, from + 2, tag, watchdog);
+        return {low.payload(0), low.payload(1), high.payload(0), high.payload(1)};
+    }
+
+    // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(i, row, column) has two neighbours.
+    template <typename Load>
+    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, Load load) {
+        constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAM * WARP, PAIRS = WIDTH / 2, EACH = ceil_div(PAIRS, STRIDE);
+        const int team = threadIdx.x / STRIDE, lane = threadIdx.x % STRIDE;
+        Vec<T, 2> scale[EACH], shift[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (lane + i * STRIDE >= PAIRS) continue;
+            scale[i] = reinterpret_cast<const Vec<T, 2>*>(gamma)[lane + i * STRIDE];
+            shift[i] = reinterpret_cast<const Vec<T, 2>*>(beta)[lane + i * STRIDE];
+        }
+#pragma unroll
+        for (int first = 0; first < ROWS; first += TEAMS) {
+            const int row = first + team;
+            float v[EACH][2], sum = 0.f, squares = 0.f;
+            if (row < ROWS && team < TEAMS) {
+                load(row, lane, v);
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    if (lane + i * STRIDE >= PAIRS) continue;
+                    sum += v[i][0] + v[i][1];
+                    squares += v[i][0] * v[i][0] + v[i][1] * v[i][1];
+                    *reinterpret_cast<Vec<float, 2>*>(desk.x + row * WIDTH + 2 * (lane + i * STRIDE)) = {v[i][0], v[i][1]};
+                }
+            }
+            const auto add = [](float p, float q) { return p + q; };
+            sum = warp_reduce(sum, add);
+            squares = warp_reduce(squares, add);
+            if constexpr (TEAM > 1) {
+                if (threadIdx.x % WARP == 0) {
+                    desk.moments[threadIdx.x / WARP][0] = sum;
+                    desk.moments[threadIdx.x / WARP][1] = squares;
+                }
+                __syncthreads();
+                sum = squares = 0.f;
+#pragma unroll
+                for (int i = 0; i < TEAM; ++i) {
+                    sum += desk.moments[min(team, TEAMS - 1) * TEAM + i][0];
+                    squares += desk.moments[min(team, TEAMS - 1) * TEAM + i][1];
+                }
+                if (first + TEAMS < ROWS) __syncthreads();
+            }
+            if (row >= ROWS || team >= TEAMS) continue;
+            const float mean = sum * (1.f / WIDTH);
+            const float inverse = rsqrtf(fmaxf(squares * (1.f / WIDTH) - mean * mean, 0.f) + a.epsilon);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (lane + i * STRIDE >= PAIRS) continue;
+                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + 2 * (lane + i * STRIDE)) = {
+                    from_float<T>((v[i][0] - mean) * inverse * to_float(scale[i].at[0]) + to_float(shift[i].at[0])),
+                    from_float<T>((v[i][1] - mean) * inverse * to_float(scale[i].at[1]) + to_float(shift[i].at[1]))};
+            }
+        }
+        __syncthreads();
+    }
+
+    // The residual rows that the stage before posted at `from`.
+    __device__ __forceinline__ void normalise_posted(const T* gamma, const T* beta, const Word* from, unsigned its_tag) {
+        normalise(gamma, beta, [&](int row, int lane, auto& v) {
+            gather<WIDTH / 2, TEAM * WARP>(from + row * WIDTH, lane, its_tag, watchdog, [&](int i, int, const Pair& pair) {
+                v[i][0] = __uint_as_float(pair.payload(0));
+                v[i][1] = __uint_as_float(pair.payload(1));
+            });
+        });
+    }
+
+    __device__ __forceinline__ const T* vectors(int which) const { return a.vectors + (static_cast<long long>(layer) * (9 * WIDTH + INNER) + which); }
+
+    // A stage's outputs, with bias, PER to a thread: f(output, row, values).
+    template <Stage STAGE, int BIAS_AT, typename P, typename F>
+    __device__ __forceinline__ void outputs(F f) {
+        P::template each<PER>(plan.units[STAGE], desk.partial, [&](int output, int row, float (&value)[PER]) {
+#pragma unroll
+            for (int j = 0; j < PER; ++j) value[j] += to_float(desk.bias[layer * BIASES + BIAS_AT + output + j]);
+            f(plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
+        });
+    }
+
+    template <Stage STAGE, int BIAS_AT, typename P>
+    __device__ __forceinline__ void post_residual(int at) {
+        outputs<STAGE, BIAS_AT, P>([&](int output, int row, float (&value)[PER]) {
+#pragma unroll
+            for (int j = 0; j < PER; ++j) {
+                post(words + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
+            }
+        });
+    }
+
+    // --- the stages ---
+
+    __device__ __forceinline__ void attention() {
+        using Pack = typename KeyLanes<T, DEPTH>::Pack;
+        static_assert(sizeof(Pack) == sizeof(Bits));
+        const float factor = a.scale * LOG2_E / (a.scale_by_layer ? layer + 1 : 1);
+        bool any = false;
+        for (int item = blockIdx.x; item < ROWS * HEADS * splits; item += M::BLOCKS, any = true) {
+            const int split = item % splits, head = item / splits % HEADS, row = item / (splits * HEADS);
+            const int end = row < a.batch ? desk.length[row] : 0, begin = a.window > 0 ? max(0, end - a.window) : 0;
+            const int part = ceil_div(end - begin, splits), from = begin + split * part, to = min(end, from + part);
+            const long long place = ((static_cast<long long>(layer) * a.cache_rows + row) * HEADS + head) * a.capacity * DEPTH;
+            const Word* posted = words + QKV_AT + (row * 3 * WIDTH + head * DEPTH) / PER;
+            if (any) __syncthreads();
+            attend<T, DEPTH, WARPS, M::UNROLL>(
+                a.k + place, DEPTH, a.v + place, DEPTH, from, to, end - 1, factor, desk.stored,
+                [&](int vector) {
+                    const Bits bits = await_bits(posted + 4 * vector);
+                    return *reinterpret_cast<const Pack*>(&bits);
+                },
+                [&](int slot, int vector, Pack& key, Pack& value) {
+                    const Bits k = await_bits(posted + WIDTH / PER + 4 * vector), v = await_bits(posted + 2 * WIDTH / PER + 4 * vector);
+                    key = *reinterpret_cast<const Pack*>(&k);
+                    value = *reinterpret_cast<const Pack*>(&v);
+                    reinterpret_cast<Pack*>(a.k + place + slot * DEPTH)[vector] = key;
+                    reinterpret_cast<Pack*>(a.v + place + slot * DEPTH)[vector] = value;
+                });
+            Word* target = words + ATTENTION_AT + ((row * HEADS + head) * M::SPLITS + split) * HEAD_WORDS;
+            for (int i = threadIdx.x; i < DEPTH / PER; i += THREADS) {
+                float value[PER], weight = LOWEST;
+#pragma unroll
+                for (int j = 0; j < PER; ++j) {
+                    const Partial<1> merged = merge_rows<WARPS, DEPTH>([&](int at) { return desk.stored[at]; }, i * PER + j, factor);
+                    const bool empty = merged.softmax.sum == 0.f;
+                    value[j] = empty ? 0.f : merged.out[0] / merged.softmax.sum;
+                    weight = empty ? LOWEST : merged.softmax.largest * factor + __log2f(merged.softmax.sum);
+                }
+                post(target + i, packed(value), tag);
+                if (i == 0) {
+                    post(target + DEPTH / PER, __float_as_uint(weight), tag);
+                    post(target + DEPTH / PER + 1, __float_as_uint(weight), tag);
+                }
+            }
+        }
+        if (any) __threadfence();  // what went into the cache is there before anything that this block posts from now on
+    }
+
+    // The heads' outputs into desk.h, parts of a context merged in order.
+    __device__ __forceinline__ void gather_attention() {
+        constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = 4;
+        for (int i = threadIdx.x; i < ROWS * PAIRS; i += THREADS) {
+            const int row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
+            const Word* from = words + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
+            const int at = column % DEPTH / PER;
+            Vec<unsigned, 2> result;
+            if (splits == 1) {
+                Pair pair;
+                pair.load(from + at);
+                await(pair, from + at, tag, watchdog);
+                result = {pair.payload(0), pair.payload(1)};
+            } else {
+                float heaviest = LOWEST, total = 0.f, sum[2 * PER] = {};
+                for (int first = 0; first < splits; first += AT_ONCE) {
+                    Pair part[AT_ONCE], weights[AT_ONCE];
+#pragma unroll
+                    for (int s = 0; s < AT_ONCE; ++s) {
+                        if (first + s >= splits) continue;
+                        part[s].load(from + (first + s) * HEAD_WORDS + at);
+                        weights[s].load(from + (first + s) * HEAD_WORDS + DEPTH / PER);
+                    }
+#pragma unroll
+                    for (int s = 0; s < AT_ONCE; ++s) {
+                        if (first + s >= splits) continue;
+                        await(part[s], from + (first + s) * HEAD_WORDS + at, tag, watchdog);
+                        await(weights[s], from + (first + s) * HEAD_WORDS + DEPTH / PER, tag, watchdog);
+                        const float weight = __uint_as_float(weights[s].payload(0)), before = heaviest;
+                        heaviest = fmaxf(heaviest, weight);
+                        const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
+                        total = total * rescale + share;
+                        const Vec<unsigned, 2> bits = {part[s].payload(0), part[s].payload(1)};
+                        const auto& value = reinterpret_cast<const Vec<T, 2 * PER>&>(bits);
+#pragma unroll
+                        for (int j = 0; j < 2 * PER; ++j) sum[j] = sum[j] * rescale + share * to_float(value.at[j]);
+                    }
+                }
+                const float inverse = 1.f / total;
+                Vec<T, 2 * PER> value;
+#pragma unroll
+                for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
+                result = reinterpret_cast<const Vec<unsigned, 2>&>(value);
+            }
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + row * PITCH + column) = result;
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void gather_hidden() {
+        constexpr int PAIRS = INNER / (2 * PER);
+        gather<ROWS * PAIRS, THREADS>(words + FC_AT, threadIdx.x, tag, watchdog, [&](int, int at, const Pair& pair) {
+            const Vec<unsigned, 2> bits = {pair.payload(0), pair.payload(1)};
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / PAIRS * PITCH + at % PAIRS * (2 * PER)) = bits;
+        });
+        __syncthreads();
+    }
+
+    // Everything behind LayerNorm 1 of a layer, up to the posting of its residual rows.
+    template <typename First>
+    __device__ __forceinline__ void run_layer(First first_rows) {
+        {
+            ProductOf<WIDTH, M::QKV_UNITS> qkv;
+            qkv.begin(tape, plan.units[QKV]);
+            first_rows();
+            stamp();
+            qkv.finish(tape, desk.h, PITCH, desk.partial);
+            outputs<QKV, 0, decltype(qkv)>([&](int output, int row, float (&value)[PER]) {
+                post(words + QKV_AT + (row * 3 * WIDTH + output) / PER, packed(value), tag);
+            });
+            stamp();
+        }
+        attention();
+        stamp();
+        {
+            ProductOf<WIDTH, M::OUT_UNITS> out;
+            out.begin(tape, plan.units[OUT]);
+            gather_attention();
+            stamp();
+            out.finish(tape, desk.h, PITCH, desk.partial);
+            post_residual<OUT, M::QKV_UNITS * TILE_OUTPUTS, decltype(out)>(MIDDLE_AT);
+            stamp();
+        }
+        {
+            ProductOf<WIDTH, M::FC_UNITS> fc;
+            fc.begin(tape, plan.units[FC]);
+            normalise_posted(vectors(6 * WIDTH), vectors(7 * WIDTH), words + MIDDLE_AT, tag);
+            stamp();
+            fc.finish(tape, desk.h, PITCH, desk.partial);
+            outputs<FC, (M::QKV_UNITS + M::OUT_UNITS) * TILE_OUTPUTS, decltype(fc)>([&](int output, int row, float (&value)[PER]) {
+#pragma unroll
+                for (int j = 0; j < PER; ++j) value[j] = gelu_of<false>(value[j]);
+                post(words + FC_AT + (row * INNER + output) / PER, packed(value), tag);
+            });
+            stamp();
+        }
+        {
+            ProductOf<INNER, M::PROJ_UNITS> proj;
+            proj.begin(tape, plan.units[PROJ]);
+            gather_hidden();
+            stamp();
+            proj.finish(tape, desk.h, PITCH, desk.partial);
+            post_residual<PROJ, (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS) * TILE_OUTPUTS, decltype(proj)>(END_AT);
+            stamp();
+        }
+    }
+
+    // The LM head: whole units to a warp. f(output, row, sum, which of the lane's results).
+    template <typename F>
+    __device__ __forceinline__ void head(F f) {
+        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
+        const int warp = threadIdx.x / WARP;
+        for (int unit = warp; unit - warp < plan.units[HEAD]; unit += WARPS) {
+            TileOf sums;
+            for (int tile = 0; tile < TILES; tile += AT_ONCE) {
+                Bits held[AT_ONCE];
+                tape.take(held, TILES - tile);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (tile + i < TILES) sums.add(held[i], desk.h + (tile + i) * TileOf::INPUTS, PITCH);
+                }
+            }
+            float result[TileOf::RESULTS];
+            sums.finish(result);
+            TileOf::results([&](int i, int relative, int row) {
+                const int output = (plan.first[HEAD] + unit) * TILE_OUTPUTS + relative;
+                if (unit < plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
+            });
+        }
+    }
+
+    // All blocks learn each row's best candidate.
+    __device__ __forceinline__ void agree(int turn) {
+        Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * 2);
+        __syncthreads();
+        if (threadIdx.x < ROWS) {
+            const unsigned long long best = desk.best[threadIdx.x];
+            Word* own = candidates + (blockIdx.x * ROWS + threadIdx.x) * 2;
+            post(own, static_cast<unsigned>(best), tag);
+            post(own + 1, static_cast<unsigned>(best >> 32), tag);
+        }
+        __syncthreads();
+        gather<M::BLOCKS * ROWS, THREADS>(candidates, threadIdx.x, tag, watchdog, [&](int, int at, const Pair& pair) {
+            atomicMax(desk.best + at % ROWS, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
+        });
+        __syncthreads();
+    }
+
+    // What a row needs to know before its next token is chosen.
+    __device__ __forceinline__ void look_up_rows() {
+        const int row = threadIdx.x;
+        if (row < ROWS) {
+            const bool active = row < a.batch && !a.done[row];
+            const int length = row < a.batch ? static_cast<int>(a.length[row]) : 1;
+            desk.active[row] = active;
+            desk.length[row] = length;
+            desk.token[row] = row < a.batch ? static_cast<int>(a.tokens[row * a.capacity + length - 1]) : 0;
+            const float temperature = row < a.batch ? a.temperature[row] : 0.f;
+            desk.coolness[row] = temperature > 0.f ? 1.f / temperature : 0.f;
+        }
+        __syncthreads();
+    }
+
+    // `length` is known to every block alike, and so is everything that follows from it.
+    __device__ __forceinline__ void prepare_choice() {
+        const int row = threadIdx.x;
+        if (row < ROWS) {
+            const int length = desk.length[row], slot = min(length, a.capacity - 1);
+            const bool early = row < a.batch && a.stops_at_eos[row] && length < a.min_length[row];
+            desk.banned[row] = early ? a.eos : -1;
+            desk.known[row] = row < a.batch && length < a.known[row];
+            desk.key[row] = row < a.batch ? a.noise[row * a.capacity + slot] : 0;
+            desk.best[row] = 0;
+        }
+        if (row == 0) {
+            int longest = 1;
+            for (int i = 0; i < ROWS; ++i) longest = max(longest, i < a.batch ? desk.length[i] : 1);
+            if (a.window > 0) longest = min(longest, a.window);
+            desk.any_active = false;
+            for (int i = 0; i < ROWS; ++i) desk.any_active |= desk.active[i];
+            splits_of_token = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
+        }
+        __syncthreads();
+        splits = splits_of_token;
+    }
+
+    // The tokens that were agreed on; block 0 tells the host.
+    __device__ __forceinline__ void append() {
+        const int row = threadIdx.x;
+        if (row < ROWS && desk.active[row]) {
+            const int length = desk.length[row];
+            const unsigned long long best = desk.best[row];
+            int token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
+            if (desk.known[row]) token = static_cast<int>(a.tokens[row * a.capacity + length]);
+            const bool ends = (token == a.eos && a.stops_at_eos[row]) || length + 1 >= a.limit[row];
+            desk.token[row] = token;
+            desk.length[row] = length + 1;
+            desk.active[row] = !ends;
+            if (blockIdx.x == 0) {
+                a.tokens[row * a.capacity + length] = token;
+                a.length[row] = length + 1;
+                if (ends) a.done[row] = true;
+                if (!isfinite(value_of(best))) a.broken[row] = true;
+            }
+        }
+        __syncthreads();
+    }
+
+    int& splits_of_token;
+
+   public:
+    __device__ __forceinline__ Decode(const typename M::Arguments& arguments, Desk& desk, Bits* ring, int& splits_of_token)
+        : a(arguments),
+          plan(arguments.plans[blockIdx.x]),
+          desk(desk),
+          tape(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps, ring),
+          watchdog{arguments.fault, arguments.patience},
+          tag(arguments.tag),
+          splits_of_token(splits_of_token) {}
+
+    __device__ __forceinline__ void run() {
+        for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
+        constexpr int UNITS[4] = {M::QKV_UNITS, M::OUT_UNITS, M::FC_UNITS, M::PROJ_UNITS};
+        constexpr int AT[4] = {2 * WIDTH, 5 * WIDTH, 8 * WIDTH, 8 * WIDTH + INNER}, OUTPUTS[4] = {3 * WIDTH, WIDTH, INNER, WIDTH};
+        for (layer = 0; layer < M::LAYERS; ++layer) {
+            int base = layer * BIASES;
+#pragma unroll
+            for (int stage = 0; stage < 4; ++stage) {
+                for (int i = threadIdx.x; i < plan.units[stage] * TILE_OUTPUTS; i += THREADS) {
+                    const int output = plan.first[stage] * TILE_OUTPUTS + i;
+                    desk.bias[base + i] = output < OUTPUTS[stage] ? vectors(AT[stage])[output] : from_float<T>(0.f);
+                }
+                base += UNITS[stage] * TILE_OUTPUTS;
+            }
+        }
+        look_up_rows();
+        for (int token = 0; token < a.count; ++token) {
+            prepare_choice();
+            if (!desk.any_active || watchdog.has_given_up()) break;
+            one_token(token);
+        }
+        tape.stop();
+    }
+
+   private:
+    __device__ __forceinline__ void one_token(int token) {
+        const Word* before = nullptr;  // where the layer before posted its rows
+        for (layer = 0; layer < M::LAYERS; ++layer, ++tag) {
+            words = a.words + tag % 2 * TURN;
+            run_layer([&] {
+                const T *gamma = vectors(0), *beta = vectors(WIDTH);
+                if (layer > 0) {
+                    normalise_posted(gamma, beta, before, tag - 1);
+                } else {
+                    normalise(gamma, beta, [&](int row, int lane, auto& v) { embed(row, lane, v); });
+                }
+            });
+            before = words + END_AT;
+        }
+        layer = M::LAYERS;
+        normalise_posted(vectors(0), vectors(WIDTH), before, tag - 1);
+        stamp();
+        if constexpr (M::LOGITS) {
+            head([&](int output, int row, float value, int) {
+                if (row < a.batch) a.logits[static_cast<long long>(row) * M::VOCAB + output] = value;
+            });
+        } else {
+            unsigned long long mine[TileOf::RESULTS] = {};
+            head([&](int output, int row, float value, int i) {
+                if (output == desk.banned[row]) return;
+                if (desk.coolness[row] > 0.f) value = value * desk.coolness[row] + gumbel_noise(desk.key[row], output);
+                mine[i] = max(mine[i], candidate(value, output));
+            });
+            TileOf::results([&](int i, int, int row) { atomicMax(desk.best + row, mine[i]); });
+            stamp();
+            agree(token);
+            ++tag;
+            append();
+        }
+        stamp();
+    }
+
+    // Token and position embedding of a row, as far as a lane of its team has it.
+    template <typename V>
+    __device__ __forceinline__ void embed(int row, int lane, V& v) {
+        constexpr int STRIDE = TEAM * WARP, PAIRS = WIDTH / 2;
+        const auto* token = reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(desk.token[row]) * WIDTH);
+        const auto* place = reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(desk.length[row] - 1) * WIDTH);
+#pragma unroll
+        for (int i = 0; i < ceil_div(PAIRS, STRIDE); ++i) {
+            if (lane + i * STRIDE >= PAIRS) continue;
+            const Vec<T, 2> t = token[lane + i * STRIDE], p = place[lane + i * STRIDE];
+            v[i][0] = to_float(t.at[0]) + to_float(p.at[0]);
+            v[i][1] = to_float(t.at[1]) + to_float(p.at[1]);
+        }
+    }
+
+   public:
+    static __device__ __forceinline__ void launch(const typename M::Arguments& arguments) {
+        __shared__ int splits_of_token;
+        unsigned char* memory = dynamic_shared<unsigned char>();
+        Decode(arguments, *reinterpret_cast<Desk*>(memory + RING * STEP_BYTES), reinterpret_cast<Bits*>(memory), splits_of_token).run();
+    }
+};
+
+}  // namespace warpline

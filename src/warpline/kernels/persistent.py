@@ -1,0 +1,311 @@
+"""The persistent decode kernel: which block does what, its constants and arguments, and its launch.
+
+Device code is in cuda/persistent/. What both languages must know is said here and generated for the other one: the
+extents as constants, the arguments as a struct.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from warpline.config import DTYPE_BYTES
+from warpline.hardware import ARCH_LIMITS, arch_number
+from warpline.kernels.spec import CUDA_TYPES, THREADS_PER_WARP, Launch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Outputs that one unit of a product has: TILE_OUTPUTS of persistent/tape.cuh.
+UNIT = 8
+#: Bytes of a tile: 16 for each lane.
+TILE_BYTES = 16 * THREADS_PER_WARP
+#: The products of a layer, in the order of the tape, and the LM head.
+STAGES = ("qkv", "out", "fc", "proj", "head")
+#: Moments that a launch can stamp, per layer and per token.
+LAYER_STAMPS = (
+    "ln_1: rows gathered, normalised",
+    "qkv: multiplied, posted",
+    "attention: gathered, computed, posted",
+    "out: heads gathered",
+    "out: multiplied, posted",
+    "ln_2: rows gathered, normalised",
+    "fc: multiplied, posted",
+    "proj: hidden gathered",
+    "proj: multiplied, posted",
+)
+TOKEN_STAMPS = ("ln_f: rows gathered, normalised", "head: multiplied", "token: agreed on")
+
+#: The kernel's arguments; pointers unless they say otherwise.
+_ARGUMENTS: tuple[tuple[str, str], ...] = (
+    ("tape", "const warpline::Bits*"),
+    ("plans", "const warpline::BlockPlan*"),
+    ("vectors", "const T*"),
+    ("wte", "const T*"),
+    ("wpe", "const T*"),
+    ("k", "T*"),
+    ("v", "T*"),
+    ("words", "warpline::Word*"),
+    ("tokens", "long long*"),
+    ("length", "long long*"),
+    ("known", "const long long*"),
+    ("limit", "const long long*"),
+    ("min_length", "const long long*"),
+    ("temperature", "const float*"),
+    ("noise", "const int*"),
+    ("stops_at_eos", "const bool*"),
+    ("done", "bool*"),
+    ("broken", "bool*"),
+    ("logits", "float*"),
+    ("fault", "int*"),
+    ("stamps", "unsigned long long*"),
+    ("patience", "unsigned long long"),
+    ("count", "int"),
+    ("tag", "unsigned"),
+    ("batch", "int"),
+    ("cache_rows", "int"),
+    ("capacity", "int"),
+    ("window", "int"),
+    ("eos", "int"),
+    ("epsilon", "float"),
+    ("scale", "float"),
+    ("scale_by_layer", "int"),
+)
+_CTYPES: dict[str, Any] = {
+    "unsigned long long": ctypes.c_ulonglong,
+    "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
+    "float": ctypes.c_float,
+}
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel takes, as the device sees it."""
+
+    _fields_ = [(name, _CTYPES.get(kind, ctypes.c_void_p)) for name, kind in _ARGUMENTS]
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """A model on a GPU, as far as the kernel is compiled for it."""
+
+    dtype: str
+    width: int
+    inner: int
+    heads: int
+    layers: int
+    vocab: int
+    rows: int  # sequences at once
+    blocks: int  # one to a multiprocessor
+    arch: str
+    logits: bool = False  # leave logits behind instead of choosing tokens
+    stamped_tokens: int = 0
+    warps: int = 0  # 0: as many as divide the work best
+    splits: int = 8  # parts of a context at most,
+    span: int = 128  # of so many positions at least
+    unroll: int = 4
+
+    @property
+    def tile_inputs(self) -> int:
+        """Inputs of a tile: TileSums::INPUTS of persistent/tape.cuh."""
+        return 64 // DTYPE_BYTES[self.dtype]
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Inputs of each stage's product."""
+        return {"qkv": self.width, "out": self.width, "fc": self.width, "proj": self.inner, "head": self.width}
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        """Outputs of each stage's product."""
+        return {"qkv": 3 * self.width, "out": self.width, "fc": self.inner, "proj": self.width, "head": self.vocab}
+
+    def units(self, stage: str) -> int:
+        """Units that a stage has."""
+        return -(-self.outputs[stage] // UNIT)
+
+    def tiles(self, stage: str) -> int:
+        """Tiles that a unit of the stage has."""
+        return -(-self.inputs[stage] // self.tile_inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who does what: for each stage a block's first unit and how many, and where its tape begins, in steps."""
+
+    extents: Extents
+    warps: int
+    first: dict[str, list[int]]
+    units: dict[str, list[int]]
+    tape: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def steps_of(self, stage: str) -> int:
+        """Steps of a unit; of the LM head's, whose units go whole to a warp, those of a unit for every warp."""
+        tiles = self.extents.tiles(stage)
+        return tiles if stage == "head" else -(-tiles // self.warps)
+
+    def block_steps(self, stage: str, block: int) -> int:
+        """Steps of a block's part of a stage."""
+        units = self.units[stage][block]
+        return self.steps_of(stage) * (-(-units // self.warps) if stage == "head" else units)
+
+    def layer_steps(self, block: int) -> int:
+        """Steps of one layer of a block's tape."""
+        return sum(self.block_steps(stage, block) for stage in STAGES[:-1])
+
+    def rows(self) -> list[list[int]]:
+        """As `BlockPlan` of persistent/decode.cuh has it."""
+        return [
+            [self.tape[b], self.steps[b], *(self.first[s][b] for s in STAGES), *(self.units[s][b] for s in STAGES)]
+            for b in range(self.extents.blocks)
+        ]
+
+
+def best_warps(extents: Extents) -> int:
+    """Warps of a block: as few tiles wasted as possible, and of the best the number nearest to 12."""
+
+    def waste(warps: int) -> float:
+        padded = [-(-extents.tiles(s) // warps) * warps / extents.tiles(s) for s in ("qkv", "proj")]
+        return max(padded)
+
+    return extents.warps or min((12, 10, 8, 16), key=lambda warps: (round(waste(warps), 2), abs(warps - 12)))
+
+
+def plan(extents: Extents) -> Plan:
+    """Give every block about the same number of bytes to stream, in units, the coarse ones first, and to no block many
+    more of a stage than to others. Every block has something to do in every layer."""
+    warps, blocks = best_warps(extents), extents.blocks
+    made = Plan(extents, warps, {}, {})
+    load = [0] * blocks
+    counts: dict[str, list[int]] = {}
+    for stage in ("proj", "out", "qkv", "fc"):
+        cost, units = made.steps_of(stage), extents.units(stage)
+        most = -(-units // blocks) + (stage in ("qkv", "fc", "out"))
+        counts[stage] = [0] * blocks
+        waiting = [(load[b], b) for b in range(blocks)]
+        heapq.heapify(waiting)
+        for _ in range(units):
+            _, block = heapq.heappop(waiting)
+            counts[stage][block] += 1
+            load[block] += cost
+            if counts[stage][block] < most:
+                heapq.heappush(waiting, (load[block], block))
+    units = extents.units("head")
+    counts["head"] = [(b + 1) * units // blocks - b * units // blocks for b in range(blocks)]
+    start = 0
+    for stage in STAGES:
+        made.units[stage] = counts[stage]
+        made.first[stage] = [sum(counts[stage][:b]) for b in range(blocks)]
+    for b in range(blocks):
+        made.tape.append(start)
+        made.steps.append(extents.layers * made.layer_steps(b) + made.block_steps("head", b))
+        start += made.steps[-1]
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProgram:
+    """The kernel for given extents: what `compile` compiles."""
+
+    extents: Extents
+
+    @property
+    def name(self) -> str:
+        """Of its file in the cache."""
+        return "decode"
+
+    @property
+    def entry(self) -> str:
+        """Of the kernel."""
+        return "warpline_decode"
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        e = self.extents
+        return f"decode {e.dtype} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """All that a block can have, but for a little static memory; what the desk leaves is the tape's."""
+        arch = "sm_75" if arch_number(self.extents.arch) == 75 else self.extents.arch.rstrip("af")
+        return ARCH_LIMITS[arch].block_shared_bytes - 64
+
+    def translation_unit(self) -> str:
+        """The CUDA C++ that instantiates it."""
+        e, made = self.extents, plan(self.extents)
+        constants = {
+            "ROWS": e.rows,
+            "WARPS": made.warps,
+            "WIDTH": e.width,
+            "INNER": e.inner,
+            "HEADS": e.heads,
+            "LAYERS": e.layers,
+            "VOCAB": e.vocab,
+            "BLOCKS": e.blocks,
+            "SPLITS": e.splits,
+            "SPAN": e.span,
+            "UNROLL": e.unroll,
+            **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES[:-1]},
+            "SHARED_BYTES": self.shared_bytes,
+            "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
+        }
+        return "\n".join(
+            [
+                f"// {self.label}",
+                '#include "persistent/decode.cuh"',
+                "struct Model {",
+                f"    using T = {CUDA_TYPES[e.dtype]};",
+                *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
+                f"    static constexpr bool LOGITS = {str(e.logits).lower()};",
+                "    struct Arguments {",
+                *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
+                "    };",
+                "};",
+                'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
+                f'extern "C" __global__ void __launch_bounds__({made.warps * THREADS_PER_WARP}, 1)',
+                f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",
+                "    warpline::Decode<Model>::launch(arguments);",
+                "}\n",
+            ]
+        )
+
+
+class DecodeKernel:
+    """The program on a device, with the words that its blocks exchange."""
+
+    def __init__(self, program: DecodeProgram, device: int):
+        import torch
+
+        from warpline.kernels import launch
+
+        self.program, self.device = program, device
+        self._module = launch.Module(program, device, program.extents.arch, program.shared_bytes)
+        threads = best_warps(program.extents) * THREADS_PER_WARP
+        self._shape = Launch(program.extents.blocks, threads, program.shared_bytes)
+        self._module.require_cooperation(self._shape)
+        count = self._module.read_int("warpline_decode_words")
+        self.words = torch.zeros(count, dtype=torch.int64, device=device)
+        self._tag = 1
+
+    def launch(self, count: int, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
+        """Enqueue up to `count` tokens."""
+        turns = count * (self.program.extents.layers + 1)
+        if self._tag + turns >= 2**31:
+            self.words.zero_()
+            self._tag = 1
+        arguments = Arguments(count=count, tag=self._tag, words=self.words.data_ptr(), **numbers)
+        for name, tensor in tensors.items():
+            setattr(arguments, name, tensor.data_ptr())
+        self._tag += turns
+        self._module.launch(self._shape, (ctypes.c_void_p * 1)(ctypes.addressof(arguments)), cooperative=True)
+
+
+@functools.cache
+def load(program: DecodeProgram, device: int) -> DecodeKernel:
+    """The kernel, loaded once per device."""
+    return DecodeKernel(program, device)

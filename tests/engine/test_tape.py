@@ -1,0 +1,74 @@
+"""The tape of the persistent kernel: whatever the model and the GPU, every weight is on it once, where it is looked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpline.engine.tape import record
+from warpline.kernels.persistent import STAGES, UNIT, Extents, Plan, plan
+from warpline.model.weights import load
+
+NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"}
+
+
+def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor:
+    """A stage's matrix as the kernel meets it: block by block, unit by unit, step by step, warp by warp."""
+    e, size = made.extents, made.extents.tile_inputs
+    matrix = torch.zeros(e.units(stage) * UNIT, made.steps_of(stage) * made.warps * size)
+    for block in range(e.blocks):
+        step = made.tape[block] + layer * made.layer_steps(block)
+        for before in STAGES[: STAGES.index(stage)]:
+            step += 0 if stage == "head" else made.block_steps(before, block)
+        for unit in range(made.units[stage][block]):
+            row = (made.first[stage][block] + unit) * UNIT
+            for i in range(made.steps_of(stage)):
+                if stage == "head":
+                    at = tape[step + unit // made.warps * made.steps_of(stage) + i, unit % made.warps]
+                    matrix[row : row + UNIT, i * size : (i + 1) * size] = at.view(UNIT, size)
+                    continue
+                for warp in range(made.warps):
+                    column = (i * made.warps + warp) * size
+                    at = tape[step + unit * made.steps_of(stage) + i, warp]
+                    matrix[row : row + UNIT, column : column + size] = at.view(UNIT, size)
+    return matrix
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 40])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> None:
+    weights = load("random:n_layer=3,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype=dtype)
+    extents = Extents(dtype, 48, 192, 3, 3, 203, 1, blocks, "sm_90")
+    made = plan(extents)
+    tapes = record(weights, made)
+    for stage in STAGES:
+        for layer in range(3 if stage != "head" else 1):
+            name = "wte.weight" if stage == "head" else f"h.{layer}.{NAMES[stage]}.weight"
+            expected = weights.tensors[name].float()
+            found = read(tapes.tape.float(), made, stage, layer if stage != "head" else 3)
+            assert torch.equal(found[: len(expected), : expected.shape[1]], expected), (stage, layer)
+            assert found.abs().sum() == pytest.approx(float(expected.abs().sum()))
+    assert tapes.vectors.numel() == 3 * (9 * 48 + 192) + 2 * 48
+
+
+@given(
+    heads=st.integers(1, 25), depth=st.sampled_from([8, 16, 64, 80]), blocks=st.integers(1, 150),
+    layers=st.integers(1, 48), dtype=st.sampled_from(["fp32", "fp16", "bf16"]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=50)
+def test_plans_are_whole_and_even(heads: int, depth: int, blocks: int, layers: int, dtype: str) -> None:
+    width = heads * depth
+    extents = Extents(dtype, width, 4 * width, heads, layers, 50257, 1, blocks, "sm_90")
+    made = plan(extents)
+    for stage in STAGES:
+        assert sum(made.units[stage]) == extents.units(stage)
+        ends = [a + n for a, n in zip(made.first[stage], made.units[stage], strict=True)]
+        assert made.first[stage] == [0, *ends[:-1]]
+    loads = [made.layer_steps(block) for block in range(blocks)]
+    coarsest = max(made.steps_of(stage) for stage in STAGES[:-1])
+    assert max(loads) - min(loads) <= 2 * coarsest
+    assert made.tape == [sum(made.steps[:block]) for block in range(blocks)]
+    if blocks <= sum(extents.units(stage) for stage in STAGES[:-1]):
+        assert min(loads) > 0
