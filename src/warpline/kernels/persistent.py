@@ -107,6 +107,7 @@ class Extents:
     splits: int = 8  # parts of a context at most,
     span: int = 128  # of so many positions at least
     unroll: int = 4
+    pace: int = 0  # cycles between two steps of the tape
 
     @property
     def tile_inputs(self) -> int:
@@ -250,6 +251,7 @@ class DecodeProgram:
             "SPLITS": e.splits,
             "SPAN": e.span,
             "UNROLL": e.unroll,
+            "PACE": e.pace,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES[:-1]},
             "SHARED_BYTES": self.shared_bytes,
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
@@ -267,7 +269,7 @@ class DecodeProgram:
                 "    };",
                 "};",
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
-                f'extern "C" __global__ void __launch_bounds__({made.warps * THREADS_PER_WARP}, 1)',
+                f'extern "C" __global__ void __launch_bounds__({(made.warps + 1) * THREADS_PER_WARP}, 1)',
                 f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",
                 "    warpline::Decode<Model>::launch(arguments);",
                 "}\n",
@@ -285,7 +287,7 @@ class DecodeKernel:
 
         self.program, self.device = program, device
         self._module = launch.Module(program, device, program.extents.arch, program.shared_bytes)
-        threads = best_warps(program.extents) * THREADS_PER_WARP
+        threads = (best_warps(program.extents) + 1) * THREADS_PER_WARP
         self._shape = Launch(program.extents.blocks, threads, program.shared_bytes)
         self._module.require_cooperation(self._shape)
         count = self._module.read_int("warpline_decode_words")

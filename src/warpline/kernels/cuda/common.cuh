@@ -57,6 +57,12 @@ __device__ __forceinline__ T* dynamic_shared() {
     return reinterpret_cast<T*>(bytes);
 }
 
+// A barrier for the first THREADS threads of a block, whatever the others do.
+template <int THREADS>
+__device__ __forceinline__ void sync_threads() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
 // Whether this block is the last of `blocks` to get here; what the others wrote before is then visible to it, through
 // L2 (__ldcg). All threads must call it. `arrived` counts from 0 and is left at 0 for the next launch.
 __device__ __forceinline__ bool finishes_last(int* arrived, int blocks) {

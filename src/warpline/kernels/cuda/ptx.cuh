@@ -139,4 +139,58 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+// --- copies of whole blocks of memory, and the barriers in shared memory that count their bytes (sm_90) ---
+
+constexpr bool HAS_BULK_COPIES = __CUDA_ARCH__ >= 900;
+
+__device__ __forceinline__ unsigned shared_address(const void* at) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+
+// A barrier whose phase ends when `arrivals` threads have arrived and all bytes they announced are there.
+__device__ __forceinline__ void barrier_init(unsigned long long* barrier, int arrivals) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+#endif
+}
+
+// Makes initialised barriers known to the unit that copies.
+__device__ __forceinline__ void barriers_are_ready() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(unsigned long long* barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+// Whether the phase of this parity is over; may wait a little for it.
+__device__ __forceinline__ bool barrier_passed(unsigned long long* barrier, unsigned parity) {
+    unsigned passed = 1;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+#endif
+    return passed != 0;
+}
+
+// Arrives at the barrier and starts a copy of `bytes` from global to shared memory that it waits for. L2 keeps the bytes
+// no longer than it must: they are read once.
+__device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes, unsigned long long* barrier) {
+#if __CUDA_ARCH__ >= 900
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+                 : "memory");
+#endif
+}
+
 }  // namespace warpline

@@ -35,17 +35,19 @@ struct Partial {
     }
 };
 
-// One column of COUNT unfinished results, merged. Each lies in a row of DEPTH columns, largest score and sum.
-template <int COUNT, int DEPTH, typename Load>
-__device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float factor) {
-    Partial<1> merged;
+// COLUMNS neighbouring columns of COUNT unfinished results, merged. Each lies in a row of DEPTH columns, largest score and
+// sum.
+template <int COUNT, int DEPTH, int COLUMNS = 1, typename Load>
+__device__ __forceinline__ Partial<COLUMNS> merge_rows(Load load, int column, float factor) {
+    Partial<COLUMNS> merged;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) merged.softmax.largest = fmaxf(merged.softmax.largest, load(i * (DEPTH + 2) + DEPTH));
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         const float share = exp2_approx((load(i * (DEPTH + 2) + DEPTH) - merged.softmax.largest) * factor);
         merged.softmax.sum += share * load(i * (DEPTH + 2) + DEPTH + 1);
-        merged.out[0] += share * load(i * (DEPTH + 2) + column);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) merged.out[j] += share * load(i * (DEPTH + 2) + column + j);
     }
     return merged;
 }
@@ -151,7 +153,7 @@ __device__ __forceinline__ void attend(const T* keys, long long key_row, const T
             own[DEPTH + 1] = mine.softmax.sum;
         }
     }
-    __syncthreads();
+    sync_threads<WARPS * WARP>();
 }
 
 template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>

@@ -53,24 +53,29 @@ class Decode {
     struct alignas(16) Desk {
         T h[ROWS * PITCH];      // what is multiplied
         float x[ROWS * WIDTH];  // the residual rows
-        float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
+        alignas(16) float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
         float stored[WARPS * (DEPTH + 2)];
         T bias[M::LAYERS * BIASES];
-        float moments[WARPS][2];
+        alignas(16) float sums[WARPS], squares[WARPS];
         unsigned long long best[ROWS];
         int length[ROWS], token[ROWS], banned[ROWS], key[ROWS];
         float coolness[ROWS];
         bool active[ROWS], known[ROWS];
         bool any_active;
+        int splits;
+        Watchdog dog;
     };
-    static constexpr int STEP_BYTES = THREADS * sizeof(Bits);
+    static constexpr int STEP_BYTES = THREADS * sizeof(Bits) + 16;  // and two barriers
     static constexpr int FITS = (M::SHARED_BYTES - static_cast<int>(sizeof(Desk))) / STEP_BYTES;
-    static constexpr int RING = HAS_ASYNC_COPIES ? (FITS < 64 ? FITS : 64) : 0;
+    static constexpr int RING = HAS_ASYNC_COPIES ? (FITS < 64 ? FITS : 64) : 1;
+    using Ring = TapeRing<WARPS, RING>;
+    using TapeOf = Tape<WARPS, RING, M::PACE>;
+    static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
     static_assert(FITS > 8 || !HAS_ASYNC_COPIES, "too little shared memory");
     static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");
 
     template <int INPUTS, int UNITS>
-    using ProductOf = Product<T, INPUTS, ROWS, WARPS, RING, UNITS>;
+    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS>;
 
     // --- the words of a turn ---
 
@@ -87,15 +92,14 @@ class Decode {
     const typename M::Arguments& a;
     const BlockPlan plan;
     Desk& desk;
-    Tape<WARPS, RING> tape;
-    const Watchdog watchdog;
+    TapeOf tape;
     unsigned tag;
     Word* words;  // of this turn
     int splits, layer, stamped = 0;
 
     __device__ __forceinline__ void stamp() {
         if constexpr (M::STAMPS) {
-            if (threadIdx.x == 0) a.stamps[static_cast<long long>(blockIdx.x) * M::STAMPS + stamped % M::STAMPS] = clock64();
+            if (thread_index() == 0) a.stamps[static_cast<long long>(blockIdx.x) * M::STAMPS + stamped % M::STAMPS] = clock64();
             ++stamped;
         }
     }
@@ -110,8 +114,8 @@ class Decode {
         Pair low, high;
         low.load(from);
         high.load(from + 2);
-        await(low, from, tag, watchdog);
-        await(high, from + 2, tag, watchdog);
+        await(low, from, tag, desk.dog);
+        await(high, from + 2, tag, desk.dog);
         return {low.payload(0), low.payload(1), high.payload(0), high.payload(1)};
     }
 
@@ -119,7 +123,7 @@ class Decode {
     template <typename Load>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, Load load) {
         constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAM * WARP, PAIRS = WIDTH / 2, EACH = ceil_div(PAIRS, STRIDE);
-        const int team = threadIdx.x / STRIDE, lane = threadIdx.x % STRIDE;
+        const int team = thread_index() / STRIDE, lane = thread_index() % STRIDE;
         Vec<T, 2> scale[EACH], shift[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
@@ -145,18 +149,14 @@ class Decode {
             sum = warp_reduce(sum, add);
             squares = warp_reduce(squares, add);
             if constexpr (TEAM > 1) {
-                if (threadIdx.x % WARP == 0) {
-                    desk.moments[threadIdx.x / WARP][0] = sum;
-                    desk.moments[threadIdx.x / WARP][1] = squares;
+                if (thread_index() % WARP == 0) {
+                    desk.sums[thread_index() / WARP] = sum;
+                    desk.squares[thread_index() / WARP] = squares;
                 }
-                __syncthreads();
-                sum = squares = 0.f;
-#pragma unroll
-                for (int i = 0; i < TEAM; ++i) {
-                    sum += desk.moments[min(team, TEAMS - 1) * TEAM + i][0];
-                    squares += desk.moments[min(team, TEAMS - 1) * TEAM + i][1];
-                }
-                if (first + TEAMS < ROWS) __syncthreads();
+                sync_threads<THREADS>();
+                sum = sum_of<TEAM>(desk.sums + min(team, TEAMS - 1) * TEAM);
+                squares = sum_of<TEAM>(desk.squares + min(team, TEAMS - 1) * TEAM);
+                if (first + TEAMS < ROWS) sync_threads<THREADS>();
             }
             if (row >= ROWS || team >= TEAMS) continue;
             const float mean = sum * (1.f / WIDTH);
@@ -169,13 +169,13 @@ class Decode {
                     from_float<T>((v[i][1] - mean) * inverse * to_float(scale[i].at[1]) + to_float(shift[i].at[1]))};
             }
         }
-        __syncthreads();
+        sync_threads<THREADS>();
     }
 
     // The residual rows that the stage before posted at `from`.
     __device__ __forceinline__ void normalise_posted(const T* gamma, const T* beta, const Word* from, unsigned its_tag) {
         normalise(gamma, beta, [&](int row, int lane, auto& v) {
-            gather<WIDTH / 2, TEAM * WARP>(from + row * WIDTH, lane, its_tag, watchdog, [&](int i, int, const Pair& pair) {
+            gather<WIDTH / 2, TEAM * WARP>(from + row * WIDTH, lane, its_tag, desk.dog, [&](int i, int, const Pair& pair) {
                 v[i][0] = __uint_as_float(pair.payload(0));
                 v[i][1] = __uint_as_float(pair.payload(1));
             });
@@ -217,7 +217,7 @@ class Decode {
             const int part = ceil_div(end - begin, splits), from = begin + split * part, to = min(end, from + part);
             const long long place = ((static_cast<long long>(layer) * a.cache_rows + row) * HEADS + head) * a.capacity * DEPTH;
             const Word* posted = words + QKV_AT + (row * 3 * WIDTH + head * DEPTH) / PER;
-            if (any) __syncthreads();
+            if (any) sync_threads<THREADS>();
             attend<T, DEPTH, WARPS, M::UNROLL>(
                 a.k + place, DEPTH, a.v + place, DEPTH, from, to, end - 1, factor, desk.stored,
                 [&](int vector) {
@@ -232,15 +232,13 @@ class Decode {
                     reinterpret_cast<Pack*>(a.v + place + slot * DEPTH)[vector] = value;
                 });
             Word* target = words + ATTENTION_AT + ((row * HEADS + head) * M::SPLITS + split) * HEAD_WORDS;
-            for (int i = threadIdx.x; i < DEPTH / PER; i += THREADS) {
-                float value[PER], weight = LOWEST;
+            for (int i = thread_index(); i < DEPTH / PER; i += THREADS) {
+                const auto merged = merge_rows<WARPS, DEPTH, PER>([&](int at) { return desk.stored[at]; }, i * PER, factor);
+                const bool empty = merged.softmax.sum == 0.f;
+                const float weight = empty ? LOWEST : merged.softmax.largest * factor + __log2f(merged.softmax.sum);
+                float value[PER];
 #pragma unroll
-                for (int j = 0; j < PER; ++j) {
-                    const Partial<1> merged = merge_rows<WARPS, DEPTH>([&](int at) { return desk.stored[at]; }, i * PER + j, factor);
-                    const bool empty = merged.softmax.sum == 0.f;
-                    value[j] = empty ? 0.f : merged.out[0] / merged.softmax.sum;
-                    weight = empty ? LOWEST : merged.softmax.largest * factor + __log2f(merged.softmax.sum);
-                }
+                for (int j = 0; j < PER; ++j) value[j] = empty ? 0.f : merged.out[j] / merged.softmax.sum;
                 post(target + i, packed(value), tag);
                 if (i == 0) {
                     post(target + DEPTH / PER, __float_as_uint(weight), tag);
@@ -254,7 +252,7 @@ class Decode {
     // The heads' outputs into desk.h, parts of a context merged in order.
     __device__ __forceinline__ void gather_attention() {
         constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = 4;
-        for (int i = threadIdx.x; i < ROWS * PAIRS; i += THREADS) {
+        for (int i = thread_index(); i < ROWS * PAIRS; i += THREADS) {
             const int row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
             const Word* from = words + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
             const int at = column % DEPTH / PER;
@@ -262,7 +260,7 @@ class Decode {
             if (splits == 1) {
                 Pair pair;
                 pair.load(from + at);
-                await(pair, from + at, tag, watchdog);
+                await(pair, from + at, tag, desk.dog);
                 result = {pair.payload(0), pair.payload(1)};
             } else {
                 float heaviest = LOWEST, total = 0.f, sum[2 * PER] = {};
@@ -277,8 +275,8 @@ class Decode {
 #pragma unroll
                     for (int s = 0; s < AT_ONCE; ++s) {
                         if (first + s >= splits) continue;
-                        await(part[s], from + (first + s) * HEAD_WORDS + at, tag, watchdog);
-                        await(weights[s], from + (first + s) * HEAD_WORDS + DEPTH / PER, tag, watchdog);
+                        await(part[s], from + (first + s) * HEAD_WORDS + at, tag, desk.dog);
+                        await(weights[s], from + (first + s) * HEAD_WORDS + DEPTH / PER, tag, desk.dog);
                         const float weight = __uint_as_float(weights[s].payload(0)), before = heaviest;
                         heaviest = fmaxf(heaviest, weight);
                         const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
@@ -297,16 +295,16 @@ class Decode {
             }
             *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + row * PITCH + column) = result;
         }
-        __syncthreads();
+        sync_threads<THREADS>();
     }
 
     __device__ __forceinline__ void gather_hidden() {
         constexpr int PAIRS = INNER / (2 * PER);
-        gather<ROWS * PAIRS, THREADS>(words + FC_AT, threadIdx.x, tag, watchdog, [&](int, int at, const Pair& pair) {
+        gather<ROWS * PAIRS, THREADS>(words + FC_AT, thread_index(), tag, desk.dog, [&](int, int at, const Pair& pair) {
             const Vec<unsigned, 2> bits = {pair.payload(0), pair.payload(1)};
             *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / PAIRS * PITCH + at % PAIRS * (2 * PER)) = bits;
         });
-        __syncthreads();
+        sync_threads<THREADS>();
     }
 
     // Everything behind LayerNorm 1 of a layer, up to the posting of its residual rows.
@@ -362,7 +360,8 @@ class Decode {
     template <typename F>
     __device__ __forceinline__ void head(F f) {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
-        const int warp = threadIdx.x / WARP;
+        const int warp = thread_index() / WARP;
+        const T* x = TileOf::lane_of(desk.h, PITCH);
         for (int unit = warp; unit - warp < plan.units[HEAD]; unit += WARPS) {
             TileOf sums;
             for (int tile = 0; tile < TILES; tile += AT_ONCE) {
@@ -370,7 +369,7 @@ class Decode {
                 tape.take(held, TILES - tile);
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
-                    if (tile + i < TILES) sums.add(held[i], desk.h + (tile + i) * TileOf::INPUTS, PITCH);
+                    sums.add(held[i], x + (tile + i) * TileOf::INPUTS, PITCH);
                 }
             }
             float result[TileOf::RESULTS];
@@ -385,23 +384,23 @@ class Decode {
     // All blocks learn each row's best candidate.
     __device__ __forceinline__ void agree(int turn) {
         Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * 2);
-        __syncthreads();
-        if (threadIdx.x < ROWS) {
-            const unsigned long long best = desk.best[threadIdx.x];
-            Word* own = candidates + (blockIdx.x * ROWS + threadIdx.x) * 2;
+        sync_threads<THREADS>();
+        if (thread_index() < ROWS) {
+            const unsigned long long best = desk.best[thread_index()];
+            Word* own = candidates + (blockIdx.x * ROWS + thread_index()) * 2;
             post(own, static_cast<unsigned>(best), tag);
             post(own + 1, static_cast<unsigned>(best >> 32), tag);
         }
-        __syncthreads();
-        gather<M::BLOCKS * ROWS, THREADS>(candidates, threadIdx.x, tag, watchdog, [&](int, int at, const Pair& pair) {
+        sync_threads<THREADS>();
+        gather<M::BLOCKS * ROWS, THREADS>(candidates, thread_index(), tag, desk.dog, [&](int, int at, const Pair& pair) {
             atomicMax(desk.best + at % ROWS, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
         });
-        __syncthreads();
+        sync_threads<THREADS>();
     }
 
     // What a row needs to know before its next token is chosen.
     __device__ __forceinline__ void look_up_rows() {
-        const int row = threadIdx.x;
+        const int row = thread_index();
         if (row < ROWS) {
             const bool active = row < a.batch && !a.done[row];
             const int length = row < a.batch ? static_cast<int>(a.length[row]) : 1;
@@ -411,12 +410,12 @@ class Decode {
             const float temperature = row < a.batch ? a.temperature[row] : 0.f;
             desk.coolness[row] = temperature > 0.f ? 1.f / temperature : 0.f;
         }
-        __syncthreads();
+        sync_threads<THREADS>();
     }
 
     // `length` is known to every block alike, and so is everything that follows from it.
     __device__ __forceinline__ void prepare_choice() {
-        const int row = threadIdx.x;
+        const int row = thread_index();
         if (row < ROWS) {
             const int length = desk.length[row], slot = min(length, a.capacity - 1);
             const bool early = row < a.batch && a.stops_at_eos[row] && length < a.min_length[row];
@@ -431,15 +430,15 @@ class Decode {
             if (a.window > 0) longest = min(longest, a.window);
             desk.any_active = false;
             for (int i = 0; i < ROWS; ++i) desk.any_active |= desk.active[i];
-            splits_of_token = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
+            desk.splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
         }
-        __syncthreads();
-        splits = splits_of_token;
+        sync_threads<THREADS>();
+        splits = desk.splits;
     }
 
     // The tokens that were agreed on; block 0 tells the host.
     __device__ __forceinline__ void append() {
-        const int row = threadIdx.x;
+        const int row = thread_index();
         if (row < ROWS && desk.active[row]) {
             const int length = desk.length[row];
             const unsigned long long best = desk.best[row];
@@ -456,30 +455,25 @@ class Decode {
                 if (!isfinite(value_of(best))) a.broken[row] = true;
             }
         }
-        __syncthreads();
+        sync_threads<THREADS>();
     }
 
-    int& splits_of_token;
-
    public:
-    __device__ __forceinline__ Decode(const typename M::Arguments& arguments, Desk& desk, Bits* ring, int& splits_of_token)
+    __device__ __forceinline__ Decode(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
         : a(arguments),
           plan(arguments.plans[blockIdx.x]),
           desk(desk),
           tape(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps, ring),
-          watchdog{arguments.fault, arguments.patience},
-          tag(arguments.tag),
-          splits_of_token(splits_of_token) {}
+          tag(arguments.tag) {}
 
     __device__ __forceinline__ void run() {
-        for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
         constexpr int UNITS[4] = {M::QKV_UNITS, M::OUT_UNITS, M::FC_UNITS, M::PROJ_UNITS};
         constexpr int AT[4] = {2 * WIDTH, 5 * WIDTH, 8 * WIDTH, 8 * WIDTH + INNER}, OUTPUTS[4] = {3 * WIDTH, WIDTH, INNER, WIDTH};
         for (layer = 0; layer < M::LAYERS; ++layer) {
             int base = layer * BIASES;
 #pragma unroll
             for (int stage = 0; stage < 4; ++stage) {
-                for (int i = threadIdx.x; i < plan.units[stage] * TILE_OUTPUTS; i += THREADS) {
+                for (int i = thread_index(); i < plan.units[stage] * TILE_OUTPUTS; i += THREADS) {
                     const int output = plan.first[stage] * TILE_OUTPUTS + i;
                     desk.bias[base + i] = output < OUTPUTS[stage] ? vectors(AT[stage])[output] : from_float<T>(0.f);
                 }
@@ -489,9 +483,10 @@ class Decode {
         look_up_rows();
         for (int token = 0; token < a.count; ++token) {
             prepare_choice();
-            if (!desk.any_active || watchdog.has_given_up()) break;
+            if (!desk.any_active || desk.dog.dead) break;
             one_token(token);
         }
+        if (thread_index() == 0) desk.dog.stopped = true;
         tape.stop();
     }
 
@@ -500,6 +495,7 @@ class Decode {
         const Word* before = nullptr;  // where the layer before posted its rows
         for (layer = 0; layer < M::LAYERS; ++layer, ++tag) {
             words = a.words + tag % 2 * TURN;
+            if (thread_index() == 0) desk.dog.turn = tag;
             run_layer([&] {
                 const T *gamma = vectors(0), *beta = vectors(WIDTH);
                 if (layer > 0) {
@@ -550,9 +546,23 @@ class Decode {
 
    public:
     static __device__ __forceinline__ void launch(const typename M::Arguments& arguments) {
-        __shared__ int splits_of_token;
         unsigned char* memory = dynamic_shared<unsigned char>();
-        Decode(arguments, *reinterpret_cast<Desk*>(memory + RING * STEP_BYTES), reinterpret_cast<Bits*>(memory), splits_of_token).run();
+        Ring& ring = *reinterpret_cast<Ring*>(memory);
+        Desk& desk = *reinterpret_cast<Desk*>(memory + RING_BYTES);
+        for (int i = thread_index(); i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
+        if (thread_index() == 0) desk.dog.prepare();
+        TapeOf::prepare(ring);
+        __syncthreads();
+        if (thread_index() < THREADS) {
+            Decode(arguments, desk, ring).run();
+        } else if (thread_index() == THREADS) {
+            Watch watch(desk.dog, arguments.fault, arguments.patience);
+            const BlockPlan plan = arguments.plans[blockIdx.x];
+            const int rounds = ceil_div(plan.units[HEAD], WARPS), tiles = ceil_div(WIDTH, TileOf::INPUTS);
+            TapeOf::feed(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps, rounds * tiles,
+                         HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
+            while (!watch.look()) continue;
+        }
     }
 };
 

@@ -10,6 +10,13 @@
 
 namespace warpline {
 
+// threadIdx.x, asked for anew each time: what follows from it is then not kept in registers from one stage to all others.
+__device__ __forceinline__ int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
+    return index;
+}
+
 using Word = unsigned long long;  // tag in the upper half
 
 // Values of a storage type in one word.
@@ -39,41 +46,52 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
     return now;
 }
 
-// Ends a wait that leads nowhere: after `patience` nanoseconds in one wait, or as soon as another block has given up, a
-// wait returns whatever is there, and the launch ends with the current token. `fault` says so to the host and is 0
-// otherwise.
+// Ends waits that lead nowhere. A thread that computes nothing looks at it now and then: when the block has not come to
+// another turn for `patience` nanoseconds, every wait returns whatever is there, the launch ends with the current token,
+// and `fault` tells the host.
 struct Watchdog {
+    volatile unsigned turn;
+    volatile bool dead, stopped;
+
+    __device__ __forceinline__ void prepare() {
+        turn = 0;
+        dead = stopped = false;
+    }
+};
+
+class Watch {
+    Watchdog& dog;
     int* fault;
-    unsigned long long patience;
+    const unsigned long long patience;
+    unsigned long long since = nanoseconds();
+    unsigned turn = 0;
 
-    __device__ __forceinline__ bool has_given_up() const { return *reinterpret_cast<volatile int*>(fault) != 0; }
+   public:
+    __device__ __forceinline__ Watch(Watchdog& dog, int* fault, unsigned long long patience)
+        : dog(dog), fault(fault), patience(patience) {}
 
-    // Called in the slow part of a wait that began at `since`.
-    __device__ __forceinline__ bool gives_up(unsigned long long since, unsigned tag) const {
-        if (has_given_up()) return true;
-        if (nanoseconds() - since < patience) return false;
-        atomicCAS(fault, 0, static_cast<int>(tag | 1u));
-        return true;
+    // Whether the block is done.
+    __device__ __forceinline__ bool look() {
+        const unsigned long long now = nanoseconds();
+        if (dog.turn != turn) {
+            turn = dog.turn;
+            since = now;
+        } else if (now - since > patience && !dog.dead) {
+            dog.dead = true;
+            *fault = 1;
+        }
+        return dog.stopped;
     }
 };
 
 // Reads again until both words carry the tag.
-__device__ __forceinline__ void await(Pair& pair, const Word* from, unsigned tag, const Watchdog& watchdog) {
-    if (pair.carries(tag)) return;
-    unsigned long long since = 0;
-    for (unsigned tries = 1;; ++tries) {
-        pair.load(from);
-        if (pair.carries(tag)) return;
-        if (tries % 4096 == 0) {
-            if (since == 0) since = nanoseconds();
-            if (watchdog.gives_up(since, tag)) return;
-        }
-    }
+__device__ __forceinline__ void await(Pair& pair, const Word* from, unsigned tag, const Watchdog& dog) {
+    while (!pair.carries(tag) && !dog.dead) pair.load(from);
 }
 
 // Pairs `lane`, `lane` + STRIDE, ... below `count` at `words`, all asked for at once: f(i, index of the pair, pair).
 template <int COUNT, int STRIDE, typename F>
-__device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag, const Watchdog& watchdog, F f) {
+__device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag, const Watchdog& dog, F f) {
     constexpr int EACH = ceil_div(COUNT, STRIDE);
     Pair pair[EACH];
 #pragma unroll
@@ -84,7 +102,7 @@ __device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag
     for (int i = 0; i < EACH; ++i) {
         const int at = lane + i * STRIDE;
         if (at >= COUNT) continue;
-        await(pair[i], words + 2 * at, tag, watchdog);
+        await(pair[i], words + 2 * at, tag, dog);
         f(i, at, pair[i]);
     }
 }

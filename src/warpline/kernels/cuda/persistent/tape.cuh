@@ -1,12 +1,15 @@
 // The weights as a tape that every block reads from its own beginning to its own end, once per token, and around again.
 //
-// A tape is made of steps, a step of one tile per warp, a tile of 16 bytes per lane. Each lane copies its own 16 bytes
-// ahead into shared memory and is the only one to read them back, so nothing is synchronised: a lane waits for its own
-// copies. RING steps are on their way or waiting at any time, across all the places where the blocks wait for each other.
-// Without asynchronous copies (Turing) a lane loads its bytes into registers when it takes them, which is before it waits
-// for what they are multiplied with.
+// A tape is made of steps, a step of one tile per warp, a tile of 16 bytes per lane. RING steps are on their way or
+// waiting in shared memory at any time, across all the places where the blocks wait for each other. With bulk copies
+// (sm_90) one thread of an extra warp does nothing but copy, at its own pace. With cp.async (sm_80) each lane copies its
+// own 16 bytes and is the only one to read them back, so it waits for nobody. Without (Turing) a lane loads its bytes into
+// registers when it takes them, which is before it waits for what they are multiplied with.
+// Tried and lost: every lane's own copies on sm_90 too. They start in bursts just when blocks exchange values, and a trip
+// to L2 then takes a microsecond: 252 us per token.
 #pragma once
 #include "common.cuh"
+#include "persistent/exchange.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
@@ -23,11 +26,14 @@ struct TileSums {  // on tensor cores: the rows are a, the tile is b
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = 2;
     float even[4] = {}, odd[4] = {};
 
-    // x: the rows in shared memory, at the tile's first input.
-    __device__ __forceinline__ void add(const Bits& tile, const T* x, int pitch) {
-        const int row = threadIdx.x % WARP / 4;
-        Bits rows = {};
-        if (row < ROWS) rows = *reinterpret_cast<const Bits*>(x + row * pitch + threadIdx.x % 4 * WIDTH);
+    // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
+    // and nobody reads what they make of it.
+    static __device__ __forceinline__ const T* lane_of(const T* x, int pitch) {
+        const int lane = thread_index() % WARP, row = lane / 4;
+        return x + (row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH;
+    }
+    __device__ __forceinline__ void add(const Bits& tile, const T* x, int) {
+        const Bits rows = *reinterpret_cast<const Bits*>(x);
         const unsigned first[4] = {rows.at[0], 0, rows.at[1], 0}, second[4] = {rows.at[2], 0, rows.at[3], 0};
         multiply_add<T>(even, first, tile.at[0], tile.at[1]);
         multiply_add<T>(odd, second, tile.at[2], tile.at[3]);
@@ -38,7 +44,7 @@ struct TileSums {  // on tensor cores: the rows are a, the tile is b
     }
     template <typename F>
     static __device__ __forceinline__ void results(F f) {
-        const int row = threadIdx.x % WARP / 4, output = threadIdx.x % 4 * 2;
+        const int row = thread_index() % WARP / 4, output = thread_index() % 4 * 2;
         if (row >= ROWS) return;
         f(0, output, row);
         f(1, output + 1, row);
@@ -50,10 +56,11 @@ struct TileSums<float, ROWS> {
     static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS;
     float sum[ROWS] = {};
 
+    static __device__ __forceinline__ const float* lane_of(const float* x, int) { return x + thread_index() % 4 * WIDTH; }
     __device__ __forceinline__ void add(const Bits& tile, const float* x, int pitch) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            const Vec<float, 4> v = *reinterpret_cast<const Vec<float, 4>*>(x + row * pitch + threadIdx.x % 4 * WIDTH);
+            const Vec<float, 4> v = *reinterpret_cast<const Vec<float, 4>*>(x + row * pitch);
 #pragma unroll
             for (int i = 0; i < 4; ++i) sum[row] = fmaf(__uint_as_float(tile.at[i]), v.at[i], sum[row]);
         }
@@ -67,59 +74,146 @@ struct TileSums<float, ROWS> {
     }
     template <typename F>
     static __device__ __forceinline__ void results(F f) {
-        if (threadIdx.x % 4 != 0) return;
+        if (thread_index() % 4 != 0) return;
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) f(row, static_cast<int>(threadIdx.x % WARP / 4), row);
+        for (int row = 0; row < ROWS; ++row) f(row, thread_index() % WARP / 4, row);
     }
 };
 
+// Where copies arrive, in shared memory.
 template <int WARPS, int RING>
+struct TapeRing {
+    Bits slot[RING][WARPS * WARP];
+    unsigned long long full[RING], empty[RING];
+};
+
+template <int WARPS, int RING, int PACE>
 class Tape {
     static constexpr int STEP = WARPS * WARP;  // in Bits
-    const Bits* source;                        // this lane's part of step 0
-    Bits* slots;
+    using Ring = TapeRing<WARPS, RING>;
+    const Bits* source;  // this lane's part of step 0
+    Ring& ring;
     int steps, ahead = 0, slot = 0;
+    unsigned parity = 0;
 
     __device__ __forceinline__ void copy_next(int into) {
-        copy_async(slots + into * STEP, source + static_cast<long long>(ahead) * STEP, true);
+        copy_async(&ring.slot[into][thread_index()], source + static_cast<long long>(ahead) * STEP, true);
         end_copy_group();
         ahead = ahead + 1 == steps ? 0 : ahead + 1;
     }
 
    public:
-    __device__ __forceinline__ Tape(const Bits* block, int steps, Bits* slots)
-        : source(block + threadIdx.x), slots(slots + threadIdx.x), steps(steps) {
-        if constexpr (HAS_ASYNC_COPIES) {
+    // All threads of the block; a barrier of all must follow.
+    static __device__ __forceinline__ void prepare(Ring& ring) {
+        if constexpr (HAS_BULK_COPIES) {
+            if (thread_index() == 0) {
+                for (int i = 0; i < RING; ++i) {
+                    barrier_init(ring.full + i, 1);
+                    barrier_init(ring.empty + i, WARPS);
+                }
+                barriers_are_ready();
+            }
+        }
+    }
+
+    // What the thread does that copies for the block: all steps `times` over. It leaves at least PACE cycles between two
+    // steps of the layers, so that what the blocks say to each other is not held up behind a burst; of the LM head,
+    // during which they say nothing, none. It ends early when the block has.
+    static __device__ __forceinline__ void feed(const Bits* block, int steps, int head_steps, int times, Ring& ring,
+                                                Watch watch) {
+        int into = 0;
+        unsigned free = 1;  // the first round finds every slot empty
+        long long next = clock64();
+        for (int time = 0; time < times; ++time) {
+            for (int step = 0; step < steps; ++step) {
+                while (!barrier_passed(ring.empty + into, free)) {
+                    if (!watch.look()) continue;
+                    for (int i = 0; i < RING; ++i) {  // copies under way must not outlive the block
+                        while (!barrier_passed(ring.full + i, i < into ? free ^ 1 : free)) continue;
+                    }
+                    return;
+                }
+                if (PACE > 0 && step < steps - head_steps) {
+                    while (clock64() < next) continue;
+                    next = clock64() + PACE;
+                }
+                copy_bulk(ring.slot[into], block + static_cast<long long>(step) * STEP, STEP * sizeof(Bits), ring.full + into);
+                if (++into == RING) {
+                    into = 0;
+                    free ^= 1;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ Tape(const Bits* block, int steps, Ring& ring)
+        : source(block + thread_index()), ring(ring), steps(steps) {
+        if constexpr (HAS_ASYNC_COPIES && !HAS_BULK_COPIES) {
             for (int i = 0; i < RING; ++i) copy_next(i);
         }
     }
 
-    // The next `count` steps, at most N, into registers; their places are filled again.
+    // The next `count` steps into registers, at most N, zeros for the rest; their places are filled again.
     template <int N>
     __device__ __forceinline__ void take(Bits (&held)[N], int count) {
         static_assert(N < RING || !HAS_ASYNC_COPIES);
-        if constexpr (HAS_ASYNC_COPIES) wait_for_copies<(RING > N ? RING - N : 0)>();
+        count = min(count, N);
+        const int thread = thread_index(), lane = thread % WARP;
+        // Each lane waits for, and later gives back, the slot of one step.
+        const int later = slot + lane < RING ? slot + lane : slot + lane - RING;
+        if constexpr (HAS_BULK_COPIES) {
+            const unsigned its_parity = slot + lane < RING ? parity : parity ^ 1;
+            if (lane < count) {
+                while (!barrier_passed(ring.full + later, its_parity)) continue;
+            }
+            __syncwarp();
+        } else if constexpr (HAS_ASYNC_COPIES) {
+            wait_for_copies<(RING > N ? RING - N : 0)>();
+        }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            if (i >= count) continue;
-            if constexpr (HAS_ASYNC_COPIES) {
-                held[i] = slots[slot * STEP];
-                copy_next(slot);
-                slot = slot + 1 == RING ? 0 : slot + 1;
-            } else {
-                held[i] = load_once(source + static_cast<long long>(ahead) * STEP);
-                ahead = ahead + 1 == steps ? 0 : ahead + 1;
+            held[i] = {};
+            if (i < count) {
+                if constexpr (HAS_ASYNC_COPIES) {
+                    held[i] = ring.slot[slot + i < RING ? slot + i : slot + i - RING][thread];
+                } else {
+                    held[i] = load_once(source + static_cast<long long>(ahead + i < steps ? ahead + i : ahead + i - steps) * STEP);
+                }
             }
         }
+        if constexpr (HAS_BULK_COPIES) {
+            __syncwarp();
+            if (lane < count) barrier_arrive(ring.empty + later);
+        } else if constexpr (HAS_ASYNC_COPIES) {
+            for (int i = 0; i < count; ++i) copy_next(slot + i < RING ? slot + i : slot + i - RING);
+        } else {
+            ahead = ahead + count < steps ? ahead + count : ahead + count - steps;
+        }
+        if (slot + count >= RING) parity ^= 1;
+        slot = slot + count < RING ? slot + count : slot + count - RING;
     }
 
     // Copies that are still under way must not outlive the block.
     __device__ __forceinline__ void stop() { wait_for_copies<0>(); }
 };
 
+// COUNT neighbours in shared memory, added in a fixed order; the first is aligned to as many as fit into 16 bytes.
+template <int COUNT>
+__device__ __forceinline__ float sum_of(const float* from) {
+    constexpr int WIDTH = vector_width<float>(COUNT);
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += WIDTH) {
+        const auto pack = *reinterpret_cast<const Vec<float, WIDTH>*>(from + i);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) sum += pack.at[j];
+    }
+    return sum;
+}
+
 // One stage's product: y = W x for the outputs that this block owns, its tiles spread over the warps. `begin` may be
 // called before x is there.
-template <typename T, int INPUTS, int ROWS, int WARPS, int RING, int MOST_UNITS>
+template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS>
 class Product {
     using Sums = TileSums<T, ROWS>;
     static constexpr int TILES = ceil_div(INPUTS, Sums::INPUTS);
@@ -138,23 +232,24 @@ class Product {
         float result[Sums::RESULTS];
         sums.finish(result);
         Sums::results([&](int i, int output, int row) {
-            partial[((unit * TILE_OUTPUTS + output) * ROWS + row) * WARPS + threadIdx.x / WARP] = result[i];
+            partial[((unit * TILE_OUTPUTS + output) * ROWS + row) * WARPS + thread_index() / WARP] = result[i];
         });
         sums = {};
     }
 
    public:
-    __device__ __forceinline__ void begin(Tape<WARPS, RING>& tape, int units) {
+    template <typename Tape>
+    __device__ __forceinline__ void begin(Tape& tape, int units) {
         steps = units * STEPS;
         tape.take(held, steps);
     }
 
-    __device__ __forceinline__ void finish(Tape<WARPS, RING>& tape, const T* x, int pitch, float* partial) {
-        x += threadIdx.x / WARP * Sums::INPUTS;
+    template <typename Tape>
+    __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
+        x = Sums::lane_of(x, pitch) + thread_index() / WARP * Sums::INPUTS;
         Sums sums;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            if (i >= steps) break;
+        for (int i = 0; i < HELD; ++i) {  // steps that there are not are zero
             sums.add(held[i], x + i % STEPS * (WARPS * Sums::INPUTS), pitch);
             if (i % STEPS == STEPS - 1) leave(sums, i / STEPS, partial);
         }
@@ -163,29 +258,24 @@ class Product {
                 tape.take(held, steps - first);
 #pragma unroll
                 for (int i = 0; i < HELD; ++i) {
-                    if (first + i >= steps) break;
                     const int within = (first + i) % STEPS;
                     sums.add(held[i], x + within * (WARPS * Sums::INPUTS), pitch);
-                    if (within == STEPS - 1) leave(sums, (first + i) / STEPS, partial);
+                    if (within == STEPS - 1 && first + i < steps) leave(sums, (first + i) / STEPS, partial);
                 }
             }
         }
-        __syncthreads();
+        sync_threads<WARPS * WARP>();
     }
 
     // The finished sums, PER neighbouring outputs of a row to a thread: f(first output within the block, row, values).
     template <int PER, typename F>
     static __device__ __forceinline__ void each(int units, const float* partial, F f) {
-        for (int i = threadIdx.x; i < units * (TILE_OUTPUTS / PER) * ROWS; i += WARPS * WARP) {
+        for (int i = thread_index(); i < units * (TILE_OUTPUTS / PER) * ROWS; i += WARPS * WARP) {
             const int output = i / ROWS * PER, row = i % ROWS;
             float value[PER];
 #pragma unroll
             for (int j = 0; j < PER; ++j) {
-                const float* from = partial + ((output + j) * ROWS + row) * WARPS;
-                float sum = from[0];
-#pragma unroll
-                for (int warp = 1; warp < WARPS; ++warp) sum += from[warp];
-                value[j] = sum;
+                value[j] = sum_of<WARPS>(partial + ((output + j) * ROWS + row) * WARPS);
             }
             f(output, row, value);
         }
