@@ -104,9 +104,9 @@ class Extents:
     logits: bool = False  # leave logits behind instead of choosing tokens
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best
-    splits: int = 8  # parts of a context at most,
-    span: int = 128  # of so many positions at least
-    unroll: int = 4
+    splits: int = 11  # parts of a context at most,
+    span: int = 96  # of so many positions at least
+    unroll: int = 2
     pace: int = 0  # cycles between two steps of the tape
 
     @property
@@ -185,7 +185,7 @@ def plan(extents: Extents) -> Plan:
     counts: dict[str, list[int]] = {}
     for stage in ("proj", "out", "qkv", "fc"):
         cost, units = made.steps_of(stage), extents.units(stage)
-        most = -(-units // blocks) + (stage in ("qkv", "fc", "out"))
+        most = -(-units // blocks) + (stage in ("fc", "out"))
         counts[stage] = [0] * blocks
         waiting = [(load[b], b) for b in range(blocks)]
         heapq.heapify(waiting)

@@ -62,12 +62,12 @@ struct KeyLanes {
 };
 
 // Attention of one query over slots from ... to - 1 by a whole block: leaves one unfinished result per warp in `stored`,
-// a row of DEPTH columns, largest score and sum each, for merge_rows. Keys and values are asked for before `query(v)`
-// is called for vector v of the query, so that it may wait for it. Slots from `fresh_from` on are not in the cache yet:
-// fresh(slot, v, key, value) provides them. `keys` and `values` may be written by other blocks of the same launch.
-template <typename T, int DEPTH, int WARPS, int UNROLL, typename Query, typename Fresh>
+// a row of DEPTH columns, largest score and sum each, for merge_rows. Keys and values are asked for before
+// `query(v, key, value)` is called for vector v of the query, so that it may wait for it. Slot `fresh` is not in the cache
+// yet: `query` provides its key and value too. What is in the cache may come from other blocks of the same launch.
+template <typename T, int DEPTH, int WARPS, int UNROLL, typename Query>
 __device__ __forceinline__ void attend(const T* keys, long long key_row, const T* values, long long value_row, int from,
-                                       int to, int fresh_from, float factor, float* stored, Query query, Fresh fresh) {
+                                       int to, int fresh, float factor, float* stored, Query query) {
     using Lanes = KeyLanes<T, DEPTH>;
     using Pack = typename Lanes::Pack;
     constexpr int LANES = Lanes::LANES, STEPS = Lanes::STEPS, WIDTH = Lanes::WIDTH, VECTORS = Lanes::VECTORS;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void attend(const T* keys, long long key_row, const T
                 const int v = s * LANES + lane;
                 key[u][s] = {};
                 value[u][s] = {};
-                if (slot < to && slot < fresh_from && v < VECTORS) {
+                if (slot < to && slot != fresh && v < VECTORS) {
                     key[u][s] = load_shared_between_blocks(reinterpret_cast<const Pack*>(keys + slot * key_row) + v);
                     value[u][s] = load_shared_between_blocks(reinterpret_cast<const Pack*>(values + slot * value_row) + v);
                 }
@@ -93,10 +93,11 @@ __device__ __forceinline__ void attend(const T* keys, long long key_row, const T
     };
     load(from + group);
     float q[SIZE];
+    Pack fresh_key[STEPS] = {}, fresh_value[STEPS] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         Pack pack = {};
-        if (s * LANES + lane < VECTORS) pack = query(s * LANES + lane);
+        if (s * LANES + lane < VECTORS) pack = query(s * LANES + lane, fresh_key[s], fresh_value[s]);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) q[s * WIDTH + i] = to_float(pack.at[i]);
     }
@@ -111,8 +112,9 @@ __device__ __forceinline__ void attend(const T* keys, long long key_row, const T
             float dot = 0.f;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
-                if (slot >= fresh_from && slot < to && s * LANES + lane < VECTORS) {
-                    fresh(slot, s * LANES + lane, key[u][s], value[u][s]);
+                if (slot == fresh && slot < to) {
+                    key[u][s] = fresh_key[s];
+                    value[u][s] = fresh_value[s];
                 }
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) dot = fmaf(q[s * WIDTH + i], to_float(key[u][s].at[i]), dot);
@@ -173,8 +175,8 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> k, View<T> v
     const int from = begin + split * part, to = min(end, from + part);
     const Pack* query = reinterpret_cast<const Pack*>(q.rows(sequence, head));
     attend<T, DEPTH, WARPS, UNROLL>(
-        k.rows(sequence, head), k.row, v.rows(sequence, head), v.row, from, to, to, factor, stored,
-        [&](int vector) { return query[vector]; }, [](int, int, Pack&, Pack&) {});
+        k.rows(sequence, head), k.row, v.rows(sequence, head), v.row, from, to, -1, factor, stored,
+        [&](int vector, Pack&, Pack&) { return query[vector]; });
 
     T* target = y + static_cast<long long>(row) * DEPTH;
     float* all = parts + static_cast<long long>(row) * SPLITS * (DEPTH + 2);

@@ -11,10 +11,10 @@
 // Traffic per token: every weight once, keys and values of the context once, and for each of the five exchanges of a layer
 // a row to every block, through L2.
 #pragma once
-#include "ops/decode_attention.cuh"
 #include "ops/gelu.cuh"
 #include "ops/matvec.cuh"
 #include "ops/sample.cuh"
+#include "persistent/attention.cuh"
 #include "persistent/exchange.cuh"
 #include "persistent/tape.cuh"
 
@@ -50,11 +50,16 @@ class Decode {
     static constexpr int most(int a, int b) { return a > b ? a : b; }
     static constexpr int MOST_UNITS = most(most(M::QKV_UNITS, M::OUT_UNITS), most(M::FC_UNITS, M::PROJ_UNITS));
 
+    // What a block has to do for one head of one row: a part of its context.
+    struct Item {
+        int row, head, split, from, to, end;
+    };
+
     struct alignas(16) Desk {
         T h[ROWS * PITCH];      // what is multiplied
         float x[ROWS * WIDTH];  // the residual rows
         alignas(16) float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
-        float stored[WARPS * (DEPTH + 2)];
+        typename PartAttention<T, DEPTH, WARPS, M::UNROLL>::Shared attention;
         T bias[M::LAYERS * BIASES];
         alignas(16) float sums[WARPS], squares[WARPS];
         unsigned long long best[ROWS];
@@ -63,6 +68,7 @@ class Decode {
         bool active[ROWS], known[ROWS];
         bool any_active;
         int splits;
+        Item item;
         Watchdog dog;
     };
     static constexpr int STEP_BYTES = THREADS * sizeof(Bits) + 16;  // and two barriers
@@ -109,14 +115,22 @@ class Decode {
         else return __float_as_uint(value[0]);
     }
 
-    // Sixteen bytes of rows that were posted.
-    __device__ __forceinline__ Bits await_bits(const Word* from) const {
+    // Sixteen bytes of a row that was posted.
+    struct Quad {
         Pair low, high;
-        low.load(from);
-        high.load(from + 2);
-        await(low, from, tag, desk.dog);
-        await(high, from + 2, tag, desk.dog);
-        return {low.payload(0), low.payload(1), high.payload(0), high.payload(1)};
+
+        __device__ __forceinline__ void load(const Word* from) {
+            low.load(from);
+            high.load(from + 2);
+        }
+    };
+    template <typename Pack>
+    __device__ __forceinline__ Pack received(Quad& quad, const Word* from) const {
+        static_assert(sizeof(Pack) == sizeof(Bits));
+        await(quad.low, from, tag, desk.dog);
+        await(quad.high, from + 2, tag, desk.dog);
+        const Bits bits = {quad.low.payload(0), quad.low.payload(1), quad.high.payload(0), quad.high.payload(1)};
+        return *reinterpret_cast<const Pack*>(&bits);
     }
 
     // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(i, row, column) has two neighbours.
@@ -206,52 +220,72 @@ class Decode {
 
     // --- the stages ---
 
-    __device__ __forceinline__ void attention() {
-        using Pack = typename KeyLanes<T, DEPTH>::Pack;
-        static_assert(sizeof(Pack) == sizeof(Bits));
-        const float factor = a.scale * LOG2_E / (a.scale_by_layer ? layer + 1 : 1);
-        bool any = false;
-        for (int item = blockIdx.x; item < ROWS * HEADS * splits; item += M::BLOCKS, any = true) {
-            const int split = item % splits, head = item / splits % HEADS, row = item / (splits * HEADS);
-            const int end = row < a.batch ? desk.length[row] : 0, begin = a.window > 0 ? max(0, end - a.window) : 0;
-            const int part = ceil_div(end - begin, splits), from = begin + split * part, to = min(end, from + part);
-            const long long place = ((static_cast<long long>(layer) * a.cache_rows + row) * HEADS + head) * a.capacity * DEPTH;
-            const Word* posted = words + QKV_AT + (row * 3 * WIDTH + head * DEPTH) / PER;
-            if (any) sync_threads<THREADS>();
-            attend<T, DEPTH, WARPS, M::UNROLL>(
-                a.k + place, DEPTH, a.v + place, DEPTH, from, to, end - 1, factor, desk.stored,
-                [&](int vector) {
-                    const Bits bits = await_bits(posted + 4 * vector);
-                    return *reinterpret_cast<const Pack*>(&bits);
-                },
-                [&](int slot, int vector, Pack& key, Pack& value) {
-                    const Bits k = await_bits(posted + WIDTH / PER + 4 * vector), v = await_bits(posted + 2 * WIDTH / PER + 4 * vector);
-                    key = *reinterpret_cast<const Pack*>(&k);
-                    value = *reinterpret_cast<const Pack*>(&v);
-                    reinterpret_cast<Pack*>(a.k + place + slot * DEPTH)[vector] = key;
-                    reinterpret_cast<Pack*>(a.v + place + slot * DEPTH)[vector] = value;
-                });
-            Word* target = words + ATTENTION_AT + ((row * HEADS + head) * M::SPLITS + split) * HEAD_WORDS;
-            for (int i = thread_index(); i < DEPTH / PER; i += THREADS) {
-                const auto merged = merge_rows<WARPS, DEPTH, PER>([&](int at) { return desk.stored[at]; }, i * PER, factor);
-                const bool empty = merged.softmax.sum == 0.f;
-                const float weight = empty ? LOWEST : merged.softmax.largest * factor + __log2f(merged.softmax.sum);
-                float value[PER];
-#pragma unroll
-                for (int j = 0; j < PER; ++j) value[j] = empty ? 0.f : merged.out[j] / merged.softmax.sum;
-                post(target + i, packed(value), tag);
-                if (i == 0) {
-                    post(target + DEPTH / PER, __float_as_uint(weight), tag);
-                    post(target + DEPTH / PER + 1, __float_as_uint(weight), tag);
+    __device__ __forceinline__ Item item_of(int index) const {
+        const int split = index % splits, head = index / splits % HEADS, row = index / (splits * HEADS);
+        const int end = row < a.batch ? desk.length[row] : 0, begin = a.window > 0 ? max(0, end - a.window) : 0;
+        const int part = ceil_div(end - begin, splits), from = begin + split * part;
+        return {row, head, split, from, min(end, from + part), end};
+    }
+
+    __device__ __forceinline__ void attend(const Item& item) {
+        using Part = PartAttention<T, DEPTH, WARPS, M::UNROLL>;
+        using Pack = typename Part::Pack;
+        const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
+        const long long place = ((static_cast<long long>(layer) * a.cache_rows + item.row) * HEADS + item.head) * a.capacity * DEPTH;
+        T *keys = a.k + place, *values = a.v + place;
+        Part part(keys, values, item.from, item.to, item.end - 1);
+        const Word* posted = words + QKV_AT + (item.row * 3 * WIDTH + item.head * DEPTH) / PER;
+        bool stores = false;
+        const float largest = part.run(factor, desk.attention, [&](int vector, Pack& key, Pack& value) {
+            Quad q, k, v;
+            q.load(posted + 4 * vector);
+            if (item.to == item.end) {
+                k.load(posted + WIDTH / PER + 4 * vector);
+                v.load(posted + 2 * WIDTH / PER + 4 * vector);
+                key = received<Pack>(k, posted + WIDTH / PER + 4 * vector);
+                value = received<Pack>(v, posted + 2 * WIDTH / PER + 4 * vector);
+                stores = thread_index() < KeyLanes<T, DEPTH>::LANES;  // one of the many that have them
+                if (stores) {
+                    reinterpret_cast<Pack*>(keys + (item.end - 1) * DEPTH)[vector] = key;
+                    reinterpret_cast<Pack*>(values + (item.end - 1) * DEPTH)[vector] = value;
                 }
             }
+            return received<Pack>(q, posted + 4 * vector);
+        });
+        const int thread = thread_index();
+        if (thread < DEPTH / PER) {
+            const float sum = sum_of<WARPS>(desk.attention.sums);
+            const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f;
+            float value[PER] = {};
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) {
+#pragma unroll
+                for (int j = 0; j < PER; ++j) value[j] += desk.attention.parts[warp][thread * PER + j];
+            }
+#pragma unroll
+            for (int j = 0; j < PER; ++j) value[j] *= inverse;
+            Word* target = words + ATTENTION_AT + ((item.row * HEADS + item.head) * M::SPLITS + item.split) * HEAD_WORDS;
+            post(target + thread, packed(value), tag);
+            if (thread < 2) post(target + DEPTH / PER + thread, __float_as_uint(sum > 0.f ? largest + __log2f(sum) : LOWEST), tag);
         }
-        if (any) __threadfence();  // what went into the cache is there before anything that this block posts from now on
+        if (stores) __threadfence();  // in the cache before anything that this block posts from now on
+    }
+
+    __device__ __forceinline__ void attention() {
+        const int items = ROWS * HEADS * splits;
+        Item item = desk.item;
+        for (int index = blockIdx.x; index < items; index += M::BLOCKS) {
+            if (index >= M::BLOCKS) {
+                sync_threads<THREADS>();
+                item = item_of(index);
+            }
+            attend(item);
+        }
     }
 
     // The heads' outputs into desk.h, parts of a context merged in order.
     __device__ __forceinline__ void gather_attention() {
-        constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = 4;
+        constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = 2;
         for (int i = thread_index(); i < ROWS * PAIRS; i += THREADS) {
             const int row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
             const Word* from = words + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
@@ -287,7 +321,7 @@ class Decode {
                         for (int j = 0; j < 2 * PER; ++j) sum[j] = sum[j] * rescale + share * to_float(value.at[j]);
                     }
                 }
-                const float inverse = 1.f / total;
+                const float inverse = rcp_approx(total);
                 Vec<T, 2 * PER> value;
 #pragma unroll
                 for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
@@ -361,7 +395,7 @@ class Decode {
     __device__ __forceinline__ void head(F f) {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
         const int warp = thread_index() / WARP;
-        const T* x = TileOf::lane_of(desk.h, PITCH);
+        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
         for (int unit = warp; unit - warp < plan.units[HEAD]; unit += WARPS) {
             TileOf sums;
             for (int tile = 0; tile < TILES; tile += AT_ONCE) {
@@ -374,7 +408,7 @@ class Decode {
             }
             float result[TileOf::RESULTS];
             sums.finish(result);
-            TileOf::results([&](int i, int relative, int row) {
+            TileOf::results(thread_index(), [&](int i, int relative, int row) {
                 const int output = (plan.first[HEAD] + unit) * TILE_OUTPUTS + relative;
                 if (unit < plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
             });
@@ -434,6 +468,7 @@ class Decode {
         }
         sync_threads<THREADS>();
         splits = desk.splits;
+        if (row == 0) desk.item = item_of(blockIdx.x);
     }
 
     // The tokens that were agreed on; block 0 tells the host.
@@ -520,7 +555,7 @@ class Decode {
                 if (desk.coolness[row] > 0.f) value = value * desk.coolness[row] + gumbel_noise(desk.key[row], output);
                 mine[i] = max(mine[i], candidate(value, output));
             });
-            TileOf::results([&](int i, int, int row) { atomicMax(desk.best + row, mine[i]); });
+            TileOf::results(thread_index(), [&](int i, int, int row) { atomicMax(desk.best + row, mine[i]); });
             stamp();
             agree(token);
             ++tag;
@@ -561,7 +596,7 @@ class Decode {
             const int rounds = ceil_div(plan.units[HEAD], WARPS), tiles = ceil_div(WIDTH, TileOf::INPUTS);
             TapeOf::feed(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps, rounds * tiles,
                          HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
-            while (!watch.look()) continue;
+            while (!watch.look()) __nanosleep(200);
         }
     }
 };

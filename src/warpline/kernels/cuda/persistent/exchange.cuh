@@ -89,21 +89,24 @@ __device__ __forceinline__ void await(Pair& pair, const Word* from, unsigned tag
     while (!pair.carries(tag) && !dog.dead) pair.load(from);
 }
 
-// Pairs `lane`, `lane` + STRIDE, ... below `count` at `words`, all asked for at once: f(i, index of the pair, pair).
+// Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`, asked for a few at once: f(i, index of the pair, pair).
 template <int COUNT, int STRIDE, typename F>
 __device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag, const Watchdog& dog, F f) {
-    constexpr int EACH = ceil_div(COUNT, STRIDE);
-    Pair pair[EACH];
+    constexpr int EACH = ceil_div(COUNT, STRIDE), AT_ONCE = EACH < 4 ? EACH : 4;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        if (lane + i * STRIDE < COUNT) pair[i].load(words + 2 * (lane + i * STRIDE));
-    }
+    for (int first = 0; first < EACH; first += AT_ONCE) {
+        Pair pair[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const int at = lane + i * STRIDE;
-        if (at >= COUNT) continue;
-        await(pair[i], words + 2 * at, tag, dog);
-        f(i, at, pair[i]);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (lane + (first + i) * STRIDE < COUNT) pair[i].load(words + 2 * (lane + (first + i) * STRIDE));
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int at = lane + (first + i) * STRIDE;
+            if (at >= COUNT) continue;
+            await(pair[i], words + 2 * at, tag, dog);
+            f(first + i, at, pair[i]);
+        }
     }
 }
 

@@ -28,8 +28,8 @@ struct TileSums {  // on tensor cores: the rows are a, the tile is b
 
     // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
     // and nobody reads what they make of it.
-    static __device__ __forceinline__ const T* lane_of(const T* x, int pitch) {
-        const int lane = thread_index() % WARP, row = lane / 4;
+    static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
+        const int lane = thread % WARP, row = lane / 4;
         return x + (row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH;
     }
     __device__ __forceinline__ void add(const Bits& tile, const T* x, int) {
@@ -43,8 +43,8 @@ struct TileSums {  // on tensor cores: the rows are a, the tile is b
         result[1] = even[1] + odd[1];
     }
     template <typename F>
-    static __device__ __forceinline__ void results(F f) {
-        const int row = thread_index() % WARP / 4, output = thread_index() % 4 * 2;
+    static __device__ __forceinline__ void results(int thread, F f) {
+        const int row = thread % WARP / 4, output = thread % 4 * 2;
         if (row >= ROWS) return;
         f(0, output, row);
         f(1, output + 1, row);
@@ -56,7 +56,7 @@ struct TileSums<float, ROWS> {
     static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS;
     float sum[ROWS] = {};
 
-    static __device__ __forceinline__ const float* lane_of(const float* x, int) { return x + thread_index() % 4 * WIDTH; }
+    static __device__ __forceinline__ const float* lane_of(int thread, const float* x, int) { return x + thread % 4 * WIDTH; }
     __device__ __forceinline__ void add(const Bits& tile, const float* x, int pitch) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
@@ -73,10 +73,10 @@ struct TileSums<float, ROWS> {
         }
     }
     template <typename F>
-    static __device__ __forceinline__ void results(F f) {
-        if (thread_index() % 4 != 0) return;
+    static __device__ __forceinline__ void results(int thread, F f) {
+        if (thread % 4 != 0) return;
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) f(row, thread_index() % WARP / 4, row);
+        for (int row = 0; row < ROWS; ++row) f(row, thread % WARP / 4, row);
     }
 };
 
@@ -201,14 +201,19 @@ class Tape {
 template <int COUNT>
 __device__ __forceinline__ float sum_of(const float* from) {
     constexpr int WIDTH = vector_width<float>(COUNT);
-    float sum = 0.f;
+    Vec<float, WIDTH> sum = {};
 #pragma unroll
     for (int i = 0; i < COUNT; i += WIDTH) {
         const auto pack = *reinterpret_cast<const Vec<float, WIDTH>*>(from + i);
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) sum += pack.at[j];
+        for (int j = 0; j < WIDTH; ++j) sum.at[j] += pack.at[j];
     }
-    return sum;
+#pragma unroll
+    for (int width = WIDTH / 2; width > 0; width /= 2) {
+#pragma unroll
+        for (int j = 0; j < width; ++j) sum.at[j] += sum.at[j + width];
+    }
+    return sum.at[0];
 }
 
 // One stage's product: y = W x for the outputs that this block owns, its tiles spread over the warps. `begin` may be
@@ -228,13 +233,12 @@ class Product {
     int steps;
 
     // Sums go to partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
-    __device__ __forceinline__ static void leave(Sums& sums, int unit, float* partial) {
+    __device__ __forceinline__ static void leave(Sums& sums, int unit, float* partial, int thread) {
         float result[Sums::RESULTS];
         sums.finish(result);
-        Sums::results([&](int i, int output, int row) {
-            partial[((unit * TILE_OUTPUTS + output) * ROWS + row) * WARPS + thread_index() / WARP] = result[i];
+        Sums::results(thread, [&](int i, int output, int row) {
+            partial[((unit * TILE_OUTPUTS + output) * ROWS + row) * WARPS + thread / WARP] = result[i];
         });
-        sums = {};
     }
 
    public:
@@ -246,12 +250,16 @@ class Product {
 
     template <typename Tape>
     __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
-        x = Sums::lane_of(x, pitch) + thread_index() / WARP * Sums::INPUTS;
+        const int thread = thread_index();
+        x = Sums::lane_of(thread, x, pitch) + thread / WARP * Sums::INPUTS;
         Sums sums;
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {  // steps that there are not are zero
             sums.add(held[i], x + i % STEPS * (WARPS * Sums::INPUTS), pitch);
-            if (i % STEPS == STEPS - 1) leave(sums, i / STEPS, partial);
+            if (i % STEPS == STEPS - 1) {
+                leave(sums, i / STEPS, partial, thread);
+                sums = {};
+            }
         }
         if constexpr (MOST > HELD) {
             for (int first = HELD; first < steps; first += HELD) {
@@ -260,7 +268,10 @@ class Product {
                 for (int i = 0; i < HELD; ++i) {
                     const int within = (first + i) % STEPS;
                     sums.add(held[i], x + within * (WARPS * Sums::INPUTS), pitch);
-                    if (within == STEPS - 1 && first + i < steps) leave(sums, (first + i) / STEPS, partial);
+                    if (within == STEPS - 1 && first + i < steps) {
+                        leave(sums, (first + i) / STEPS, partial, thread);
+                        sums = {};
+                    }
                 }
             }
         }
@@ -270,7 +281,7 @@ class Product {
     // The finished sums, PER neighbouring outputs of a row to a thread: f(first output within the block, row, values).
     template <int PER, typename F>
     static __device__ __forceinline__ void each(int units, const float* partial, F f) {
-        for (int i = thread_index(); i < units * (TILE_OUTPUTS / PER) * ROWS; i += WARPS * WARP) {
+        for (int i = thread_index(); i < units * (TILE_OUTPUTS / PER * ROWS); i += WARPS * WARP) {
             const int output = i / ROWS * PER, row = i % ROWS;
             float value[PER];
 #pragma unroll
