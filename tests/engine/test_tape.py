@@ -1,4 +1,4 @@
-"""The tape of the persistent kernel: whatever the model and the GPU, every weight is on it once, where it is looked for."""
+"""The tape of the persistent kernel: every weight is on it once, where it is looked for, whatever the model and GPU."""
 
 from __future__ import annotations
 

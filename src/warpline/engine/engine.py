@@ -60,7 +60,7 @@ class LLM:
             self.executor = executors.create(chosen, loaded, torch_device, self.dtype)
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer()
-        self.max_batch = asked.max_batch
+        self.max_batch = min(asked.max_batch, self.executor.most_rows or asked.max_batch)
         self._idle: State | None = None
 
     def generate(
@@ -186,6 +186,7 @@ class Batch:
     def _take(self, state: State) -> None:
         first = min(row.length for row in self.rows if row.finish_reason is None)
         seen = state.read(first)
+        self.llm.executor.check()
         if seen.broken.any():
             raise ModelError(
                 f"{self.llm.model} computed logits that are no numbers: its weights are damaged, or {self.llm.dtype} "

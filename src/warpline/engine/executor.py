@@ -27,6 +27,8 @@ class Executor(ABC):
     name: str
     #: Tokens to decode between two looks of the host.
     chunk: int = 1
+    #: Sequences that can be decoded together, if not any number.
+    most_rows: int | None = None
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         self.config, self.device, self.dtype = weights.config, device, dtype
@@ -44,6 +46,9 @@ class Executor(ABC):
         """Append `n` more tokens to every row that is not done. May return before the device has finished."""
         self._decode(state, n)
         state.longest = min(state.longest + n, state.capacity)
+
+    def check(self) -> None:  # noqa: B027 - most have nothing to check
+        """Raise what went wrong on the device, if anything; called when the host has waited for it."""
 
     @abstractmethod
     def _prefill(self, state: State) -> None:

@@ -17,11 +17,6 @@ from warpline.kernels import persistent
 from warpline.kernels.launch import arch_of
 from warpline.model.weights import Weights
 
-#: Sequences that one launch can decode.
-MOST_ROWS = 8
-#: Seconds after which a launch that makes no progress ends itself.
-PATIENCE = 10.0
-
 
 class PersistentExecutor(Executor):
     """Weights on a tape, prompts by torch."""
@@ -39,11 +34,10 @@ class PersistentExecutor(Executor):
                 f"the persistent executor knows only GELU's tanh form, not {config.activation_function}: "
                 "use --executor torch"
             )
-        size = torch.finfo(weights.tensors["wte.weight"].dtype).bits // 8
-        if config.head_size * size % 16 or config.inner * size % 16:
+        if config.head_size % 16 or config.inner % 16:
             raise ConfigError(
-                f"in {dtype} the persistent executor needs heads of a multiple of {16 // size}, "
-                f"not {config.head_size}: use --executor torch"
+                "the persistent executor needs heads and an MLP whose widths are multiples of 16, "
+                f"not {config.head_size} and {config.inner}: use --executor torch"
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._prompts = TorchExecutor(weights, device, dtype)
@@ -62,18 +56,32 @@ class PersistentExecutor(Executor):
         )
         units = sum(extents.units(stage) for stage in persistent.STAGES[:-1])
         self.extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
+        self.most_rows = self.extents.most_rows
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._logits: torch.Tensor | None = None
+        self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Whether a launch had to end itself."""
+        if self._fault.item():
+            self._fault.zero_()
+            raise DeviceError(
+                f"a launch of the persistent executor made no progress for {self.patience:g} s and ended itself: "
+                "the GPU may be busy with something else; try again, or use --executor torch"
+            )
 
     def _prefill(self, state: State) -> None:
         self._prompts._prefill(state)
 
     def _decode(self, state: State, n: int) -> None:
         """In one launch, unless a token takes more to choose than a draw from all."""
-        if state.batch > MOST_ROWS:
-            raise ConfigError(f"the persistent executor decodes up to {MOST_ROWS} sequences at once, not {state.batch}")
+        most = self.extents.most_rows
+        if state.batch > most:
+            raise ConfigError(
+                f"the persistent executor decodes up to {most} sequences of this model, not {state.batch}"
+            )
         needs = state.needs
         if not (needs.penalty or needs.candidates or needs.min_p or needs.logprobs is not None):
             self._launch(state, n, logits=False)
@@ -112,7 +120,7 @@ class PersistentExecutor(Executor):
         if self.stamps is not None:
             tensors["stamps"] = self.stamps
         numbers = {
-            "patience": int(PATIENCE * 1e9),
+            "patience": int(self.patience * 1e9),
             "batch": batch,
             "cache_rows": state.rows,
             "capacity": state.capacity,

@@ -106,8 +106,21 @@ class Extents:
     warps: int = 0  # 0: as many as divide the work best
     splits: int = 11  # parts of a context at most,
     span: int = 96  # of so many positions at least
-    unroll: int = 2
     pace: int = 0  # cycles between two steps of the tape
+
+    @property
+    def shared_bytes(self) -> int:
+        """All that a block can have, but for a little static memory; what its desk leaves is the tape's."""
+        arch = "sm_75" if arch_number(self.arch) == 75 else self.arch.rstrip("af")
+        return ARCH_LIMITS[arch].block_shared_bytes - 64
+
+    @property
+    def most_rows(self) -> int:
+        """Sequences whose rows there is room for: a desk takes some 45 kB besides, and the tape should have about half
+        of what is left, where it goes through shared memory."""
+        each = 4 * self.width + DTYPE_BYTES[self.dtype] * (max(self.inner, self.width) * 11 // 10)
+        room = (self.shared_bytes - 45_000) * (0.55 if arch_number(self.arch) >= 80 else 1)
+        return next((rows for rows in (8, 4, 2) if rows * each <= room), 1)
 
     @property
     def tile_inputs(self) -> int:
@@ -173,7 +186,8 @@ def best_warps(extents: Extents) -> int:
         padded = [-(-extents.tiles(s) // warps) * warps / extents.tiles(s) for s in ("qkv", "proj")]
         return max(padded)
 
-    return extents.warps or min((12, 10, 8, 16), key=lambda warps: (round(waste(warps), 2), abs(warps - 12)))
+    choices = (8,) if arch_number(extents.arch) < 80 else (12, 10, 8, 16)  # each takes shared memory
+    return extents.warps or min(choices, key=lambda warps: (round(waste(warps), 2), abs(warps - 12)))
 
 
 def plan(extents: Extents) -> Plan:
@@ -230,12 +244,6 @@ class DecodeProgram:
         e = self.extents
         return f"decode {e.dtype} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
 
-    @property
-    def shared_bytes(self) -> int:
-        """All that a block can have, but for a little static memory; what the desk leaves is the tape's."""
-        arch = "sm_75" if arch_number(self.extents.arch) == 75 else self.extents.arch.rstrip("af")
-        return ARCH_LIMITS[arch].block_shared_bytes - 64
-
     def translation_unit(self) -> str:
         """The CUDA C++ that instantiates it."""
         e, made = self.extents, plan(self.extents)
@@ -250,10 +258,9 @@ class DecodeProgram:
             "BLOCKS": e.blocks,
             "SPLITS": e.splits,
             "SPAN": e.span,
-            "UNROLL": e.unroll,
             "PACE": e.pace,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES[:-1]},
-            "SHARED_BYTES": self.shared_bytes,
+            "SHARED_BYTES": e.shared_bytes,
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }
         return "\n".join(
@@ -286,9 +293,9 @@ class DecodeKernel:
         from warpline.kernels import launch
 
         self.program, self.device = program, device
-        self._module = launch.Module(program, device, program.extents.arch, program.shared_bytes)
+        self._module = launch.Module(program, device, program.extents.arch, program.extents.shared_bytes)
         threads = (best_warps(program.extents) + 1) * THREADS_PER_WARP
-        self._shape = Launch(program.extents.blocks, threads, program.shared_bytes)
+        self._shape = Launch(program.extents.blocks, threads, program.extents.shared_bytes)
         self._module.require_cooperation(self._shape)
         count = self._module.read_int("warpline_decode_words")
         self.words = torch.zeros(count, dtype=torch.int64, device=device)

@@ -8,6 +8,7 @@ METHODS = {
     "naive-compile": "ours:NaiveCompiled",
     "torch": "ours:OnTorch",
     "torch-compile": "ours:OnTorchCompiled",
+    "persistent": "ours:OnPersistent",
     "hf-eager": "hf:Eager",
     "hf-sdpa": "hf:Sdpa",
     "hf-static-compile": "hf:StaticCompiled",
@@ -20,4 +21,4 @@ METHODS = {
 }
 
 #: Those that are ours to be proud of, or not.
-OURS = ("torch", "torch-compile")
+OURS = ("torch", "torch-compile", "persistent")

@@ -98,3 +98,12 @@ class OnTorchCompiled(OnTorch):
         super().__init__(weights, case, device)
         assert isinstance(self._executor, TorchExecutor)
         self._executor.model = torch.compile(self._executor.model, dynamic=True)  # type: ignore[assignment]
+
+
+class OnPersistent(_OnExecutor):
+    """The persistent executor: one launch decodes many tokens."""
+
+    title = "warpline persistent executor"
+    executor = "persistent"
+    devices = ("cuda",)
+    startup_seconds = 3.0

@@ -20,6 +20,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// 1/sqrt(x), relative error about 2^-22.
+__device__ __forceinline__ float rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1/x, relative error about 2^-23; 0 for infinity.
 __device__ __forceinline__ float rcp_approx(float x) {
     float y;
@@ -73,6 +80,26 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&c)[4], const
 }
 #endif
 
+// The product of half the depth: a[2] is 16 x 8, b is 8 x 8.
+template <typename T>
+__device__ __forceinline__ void multiply_add_short(float (&c)[4], unsigned a0, unsigned a1, unsigned b);
+
+template <>
+__device__ __forceinline__ void multiply_add_short<__half>(float (&c)[4], unsigned a0, unsigned a1, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+#if __CUDA_ARCH__ >= 800
+template <>
+__device__ __forceinline__ void multiply_add_short<__nv_bfloat16>(float (&c)[4], unsigned a0, unsigned a1, unsigned b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+#endif
+
 // Two neighbours of a fragment, rounded.
 template <typename T>
 __device__ __forceinline__ unsigned pack_pair(float low, float high) {
@@ -96,32 +123,18 @@ __device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at
 #endif
 }
 
-// What another block of the same launch may have written: past L1, which would not know.
-template <typename Pack>
-__device__ __forceinline__ Pack load_shared_between_blocks(const Pack* at) {
-    Pack pack;
-    if constexpr (sizeof(Pack) == 16) {
-        *reinterpret_cast<uint4*>(&pack) = __ldcg(reinterpret_cast<const uint4*>(at));
-    } else if constexpr (sizeof(Pack) == 8) {
-        *reinterpret_cast<uint2*>(&pack) = __ldcg(reinterpret_cast<const uint2*>(at));
-    } else if constexpr (sizeof(Pack) == 4) {
-        *reinterpret_cast<unsigned*>(&pack) = __ldcg(reinterpret_cast<const unsigned*>(at));
-    } else {
-        *reinterpret_cast<unsigned short*>(&pack) = __ldcg(reinterpret_cast<const unsigned short*>(at));
-    }
-    return pack;
-}
-
 // --- copies that run by themselves, from global into shared memory ---
 
 constexpr bool HAS_ASYNC_COPIES = __CUDA_ARCH__ >= 800;
 
-// 16 bytes; zeros where `inside` is false, and then `source` is not read.
+// 16 bytes; zeros where `inside` is false, and then `source` is not read. Without such copies, an ordinary one.
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool inside) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                      static_cast<unsigned>(__cvta_generic_to_shared(target))),
                  "l"(source), "r"(inside ? 16 : 0));
+#else
+    *static_cast<uint4*>(target) = inside ? __ldcg(static_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
 #endif
 }
 

@@ -35,93 +35,79 @@ struct Partial {
     }
 };
 
-// COLUMNS neighbouring columns of COUNT unfinished results, merged. Each lies in a row of DEPTH columns, largest score and
-// sum.
-template <int COUNT, int DEPTH, int COLUMNS = 1, typename Load>
-__device__ __forceinline__ Partial<COLUMNS> merge_rows(Load load, int column, float factor) {
-    Partial<COLUMNS> merged;
+// One column of COUNT unfinished results, merged. Each lies in a row of DEPTH columns, largest score and sum.
+template <int COUNT, int DEPTH, typename Load>
+__device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float factor) {
+    Partial<1> merged;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) merged.softmax.largest = fmaxf(merged.softmax.largest, load(i * (DEPTH + 2) + DEPTH));
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         const float share = exp2_approx((load(i * (DEPTH + 2) + DEPTH) - merged.softmax.largest) * factor);
         merged.softmax.sum += share * load(i * (DEPTH + 2) + DEPTH + 1);
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) merged.out[j] += share * load(i * (DEPTH + 2) + column + j);
+        merged.out[0] += share * load(i * (DEPTH + 2) + column);
     }
     return merged;
 }
 
-// The lanes that share a key, and what each of them holds of it.
-template <typename T, int DEPTH>
-struct KeyLanes {
-    static constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
-    static constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;
-    static constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH;
+template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>
+__device__ __forceinline__ void decode_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y,
+                                                 float* parts, int* finished, int heads, int slots, int window,
+                                                 float scale) {
+    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+    constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
+    constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
     using Pack = Vec<T, WIDTH>;
-};
+    __shared__ float stored[WARPS * (DEPTH + 2)];
 
-// Attention of one query over slots from ... to - 1 by a whole block: leaves one unfinished result per warp in `stored`,
-// a row of DEPTH columns, largest score and sum each, for merge_rows. Keys and values are asked for before
-// `query(v, key, value)` is called for vector v of the query, so that it may wait for it. Slot `fresh` is not in the cache
-// yet: `query` provides its key and value too. What is in the cache may come from other blocks of the same launch.
-template <typename T, int DEPTH, int WARPS, int UNROLL, typename Query>
-__device__ __forceinline__ void attend(const T* keys, long long key_row, const T* values, long long value_row, int from,
-                                       int to, int fresh, float factor, float* stored, Query query) {
-    using Lanes = KeyLanes<T, DEPTH>;
-    using Pack = typename Lanes::Pack;
-    constexpr int LANES = Lanes::LANES, STEPS = Lanes::STEPS, WIDTH = Lanes::WIDTH, VECTORS = Lanes::VECTORS;
-    constexpr int SIZE = Lanes::SIZE, AT_ONCE = WARPS * (WARP / LANES);
+    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: sequence and head
+    const int sequence = row / heads, head = row % heads;
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const float factor = scale * LOG2_E;
+    const int end = min(static_cast<int>(length[sequence]), slots);
+    const int begin = window > 0 ? max(0, end - window) : 0;
+    const int part = ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE;
+    const int from = begin + split * part, to = min(end, from + part);
 
-    Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
-    const auto load = [&](int first) {
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int slot = first + u * AT_ONCE;
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                const int v = s * LANES + lane;
-                key[u][s] = {};
-                value[u][s] = {};
-                if (slot < to && slot != fresh && v < VECTORS) {
-                    key[u][s] = load_shared_between_blocks(reinterpret_cast<const Pack*>(keys + slot * key_row) + v);
-                    value[u][s] = load_shared_between_blocks(reinterpret_cast<const Pack*>(values + slot * value_row) + v);
-                }
-            }
-        }
-    };
-    load(from + group);
-    float q[SIZE];
-    Pack fresh_key[STEPS] = {}, fresh_value[STEPS] = {};
+    float query[SIZE];
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         Pack pack = {};
-        if (s * LANES + lane < VECTORS) pack = query(s * LANES + lane, fresh_key[s], fresh_value[s]);
+        if (s * LANES + lane < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[s * LANES + lane];
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) q[s * WIDTH + i] = to_float(pack.at[i]);
+        for (int i = 0; i < WIDTH; ++i) query[s * WIDTH + i] = to_float(pack.at[i]);
     }
 
+    const T* keys = k.rows(sequence, head);
+    const T* values = v.rows(sequence, head);
     Partial<SIZE> mine;
     for (int first = from + group; first < to + group; first += AT_ONCE * UNROLL) {  // as often for every group
-        if (first != from + group) load(first);
-        float score[UNROLL], largest = LOWEST;
+        Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int slot = first + u * AT_ONCE;
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                key[u][s] = {};
+                value[u][s] = {};
+                if (slot < to && s * LANES + lane < VECTORS) {
+                    key[u][s] = reinterpret_cast<const Pack*>(keys + slot * k.row)[s * LANES + lane];
+                    value[u][s] = reinterpret_cast<const Pack*>(values + slot * v.row)[s * LANES + lane];
+                }
+            }
+        }
+        float score[UNROLL], largest = LOWEST;
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
             float dot = 0.f;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
-                if (slot == fresh && slot < to) {
-                    key[u][s] = fresh_key[s];
-                    value[u][s] = fresh_value[s];
-                }
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) dot = fmaf(q[s * WIDTH + i], to_float(key[u][s].at[i]), dot);
+                for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], to_float(key[u][s].at[i]), dot);
             }
 #pragma unroll
             for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
-            score[u] = slot < to ? dot : LOWEST;
+            score[u] = first + u * AT_ONCE < to ? dot : LOWEST;
             largest = fmaxf(largest, score[u]);
         }
         const float rescale = mine.softmax.raise(largest, factor);
@@ -140,7 +126,8 @@ __device__ __forceinline__ void attend(const T* keys, long long key_row, const T
         }
     }
 
-    mine.template merge_lanes<WARP / 2, LANES>(factor);  // the groups of a warp
+    // The groups of a warp, then the warps of the block, then the blocks of the head.
+    mine.template merge_lanes<WARP / 2, LANES>(factor);
     float* own = stored + threadIdx.x / WARP * (DEPTH + 2);
     if (threadIdx.x % WARP < LANES) {
 #pragma unroll
@@ -155,29 +142,7 @@ __device__ __forceinline__ void attend(const T* keys, long long key_row, const T
             own[DEPTH + 1] = mine.softmax.sum;
         }
     }
-    sync_threads<WARPS * WARP>();
-}
-
-template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>
-__device__ __forceinline__ void decode_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y,
-                                                 float* parts, int* finished, int heads, int slots, int window,
-                                                 float scale) {
-    using Pack = typename KeyLanes<T, DEPTH>::Pack;
-    constexpr int AT_ONCE = WARPS * (WARP / KeyLanes<T, DEPTH>::LANES);
-    __shared__ float stored[WARPS * (DEPTH + 2)];
-
-    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: sequence and head
-    const int sequence = row / heads, head = row % heads;
-    const float factor = scale * LOG2_E;
-    const int end = min(static_cast<int>(length[sequence]), slots);
-    const int begin = window > 0 ? max(0, end - window) : 0;
-    const int part = ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE;
-    const int from = begin + split * part, to = min(end, from + part);
-    const Pack* query = reinterpret_cast<const Pack*>(q.rows(sequence, head));
-    attend<T, DEPTH, WARPS, UNROLL>(
-        k.rows(sequence, head), k.row, v.rows(sequence, head), v.row, from, to, -1, factor, stored,
-        [&](int vector, Pack&, Pack&) { return query[vector]; });
-
+    __syncthreads();
     T* target = y + static_cast<long long>(row) * DEPTH;
     float* all = parts + static_cast<long long>(row) * SPLITS * (DEPTH + 2);
     for (int column = threadIdx.x; column < DEPTH; column += WARPS * WARP) {

@@ -1,175 +1,242 @@
-// Attention of one query over a part of its KV cache, by one block that has nothing else to do and whose every cycle counts.
+// Attention of one query over a part of its KV cache, by one block on whose every cycle all others wait.
 //
-// The idea: as in ops/decode_attention.cuh a few lanes share a key, but the softmax is not kept online: all scores come
-// first, the block agrees on their maximum, and everything behind it is plain sums, which take two barriers and no
-// exponentials but one for each score. The first keys and values are asked for before the query is there. The newest
-// key and value come with the query; they are not in the cache yet.
+// The idea: each warp has eight slots at a time, whose keys and values it copies into shared memory before the query is
+// there, and keeps a softmax of its own; the warps are merged once, at the end. On tensor cores the query is the first
+// operand, in every row, so that each lane ends with the scores that it needs as weights for the values, and nothing is
+// exchanged between lanes but the maximum. The newest key and value come with the query; they are not in the cache yet.
+// Traffic: keys and values once.
+// Tried and lost: the lanes of ops/decode_attention.cuh, in ordinary arithmetic: 1,100 instructions, 4,400 cycles.
 #pragma once
-#include "ops/decode_attention.cuh"
+#include "online.cuh"
 #include "persistent/exchange.cuh"
 #include "persistent/tape.cuh"
 
 namespace warpline {
 
-template <typename T, int DEPTH, int WARPS, int UNROLL>
+// What one block attends to: slots from ... to - 1 of a sequence whose newest slot is end - 1.
+struct Part {
+    int row, head, split, from, to, end;
+
+    __device__ __forceinline__ bool has_newest() const { return from < to && to == end; }
+};
+
+template <typename T, int DEPTH, int WARPS>
 class PartAttention {
-    using Lanes = KeyLanes<T, DEPTH>;
-    static constexpr int LANES = Lanes::LANES, STEPS = Lanes::STEPS, WIDTH = Lanes::WIDTH, VECTORS = Lanes::VECTORS;
-    static constexpr int SIZE = Lanes::SIZE, GROUPS = WARP / LANES, AT_ONCE = WARPS * GROUPS, THREADS = WARPS * WARP;
+    static constexpr int SLOTS = 8, AT_ONCE = WARPS * SLOTS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
+    static constexpr int PITCH = DEPTH + CHUNK;  // rows on different banks
+    static constexpr int COPIES = ceil_div(SLOTS * VECTORS, WARP);
+    static constexpr int COLUMNS = DEPTH / 4;  // of a lane, in ordinary arithmetic
 
    public:
-    using Pack = typename Lanes::Pack;
-
     struct Shared {
+        alignas(16) T keys[WARPS][SLOTS * PITCH];
+        alignas(16) T values[WARPS][SLOTS * PITCH];
         alignas(16) float largest[WARPS], sums[WARPS];
-        alignas(16) float parts[WARPS][DEPTH];
+        alignas(16) float out[WARPS][DEPTH];
     };
 
    private:
-    const T *keys, *values;  // of the sequence and head, slot 0
-    const int from, to, fresh, thread, lane, group;
-    Pack key[UNROLL][STEPS], value[UNROLL][STEPS], fresh_key[STEPS], fresh_value[STEPS];
-
-    __device__ __forceinline__ void load(const T* rows, Pack (&pack)[UNROLL][STEPS], int first) {
+    // This warp's eight slots from `first` on.
+    static __device__ __forceinline__ void copy(Shared& s, const T* keys, const T* values, int first, int to, int newest) {
+        const int thread = thread_index(), warp = thread / WARP;
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int slot = first + u * AT_ONCE;
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                const int v = s * LANES + lane;
-                pack[u][s] = {};
-                if (slot < to && slot != fresh && v < VECTORS) {
-                    pack[u][s] = load_shared_between_blocks(reinterpret_cast<const Pack*>(rows + slot * DEPTH) + v);
-                }
-            }
+        for (int i = 0; i < COPIES; ++i) {
+            const int chunk = thread % WARP + i * WARP, row = chunk / VECTORS, column = chunk % VECTORS * CHUNK;
+            if (COPIES * WARP > SLOTS * VECTORS && row >= SLOTS) continue;
+            const int slot = first + row;
+            const bool inside = slot < to && slot != newest;
+            const long long at = inside ? slot * DEPTH + column : 0;
+            copy_async(s.keys[warp] + row * PITCH + column, keys + at, inside);
+            copy_async(s.values[warp] + row * PITCH + column, values + at, inside);
         }
+        end_copy_group();
     }
 
    public:
-    // Slots from ... to - 1 of a cache whose slot `fresh` is still to be written.
-    __device__ __forceinline__ PartAttention(const T* keys, const T* values, int from, int to, int fresh)
-        : keys(keys),
-          values(values),
-          from(from),
-          to(to),
-          fresh(fresh),
-          thread(thread_index()),
-          lane(thread % LANES),
-          group(thread / LANES) {
-        load(keys, key, from + group);
-        load(values, value, from + group);
+    // Starts copying what is in the cache. `keys` and `values`: of the sequence and head, slot 0.
+    static __device__ __forceinline__ void begin(Shared& s, const T* keys, const T* values, const Part& part) {
+        copy(s, keys, values, part.from + thread_index() / WARP * SLOTS, part.to, part.end - 1);
     }
 
-    // query(v, key, value) has vector v of the query and of the newest key and value. Leaves the sums in `s`; returns
-    // the largest score times `factor`, scale * log2(e).
-    template <typename Query>
-    __device__ __forceinline__ float run(float factor, Shared& s, Query query) {
-        float q[SIZE];
+    // `posted` is where the query, the newest key and the newest value are exchanged, `apart` from each other, under
+    // `tag`. Puts the newest into the cache. Ends with each warp's result in `s`, behind a barrier. `factor`: scale *
+    // log2(e). Returns whether this thread wrote into the cache.
+    static __device__ __forceinline__ bool run(Shared& s, T* keys, T* values, const Part& part, float factor,
+                                               const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
+        const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1;
+        const bool brings = part.has_newest() && (newest - part.from) / SLOTS % WARPS == warp && lane < VECTORS;
+        Quad query[ceil_div(VECTORS, 4)], key, value;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            Pack pack = {};
-            fresh_key[step] = fresh_value[step] = {};
-            if (step * LANES + lane < VECTORS) pack = query(step * LANES + lane, fresh_key[step], fresh_value[step]);
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i) q[step * WIDTH + i] = to_float(pack.at[i]) * factor;
+        for (int v = 0; v < VECTORS; v += 4) query[v / 4].load(posted + 4 * min(v + lane % 4, VECTORS - 1));
+        if (brings) {
+            key.load(posted + apart + 4 * lane);
+            value.load(posted + 2 * apart + 4 * lane);
         }
-        float score[UNROLL];
-        const auto scores = [&](int first) {
-            float largest = LOWEST;
+        Bits q[ceil_div(VECTORS, 4)];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const int slot = first + u * AT_ONCE;
-                float dot = 0.f;
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    Pack k = key[u][step];
-                    if (slot == fresh) k = fresh_key[step];
-#pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) dot = fmaf(q[step * WIDTH + i], to_float(k.at[i]), dot);
-                }
-#pragma unroll
-                for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
-                score[u] = slot < to ? dot : LOWEST;
-                largest = fmaxf(largest, score[u]);
-            }
-            return largest;
-        };
-
-        // The keys; those of the first round are looked at last, so that their scores are still there.
-        float largest = LOWEST;
-        for (int first = from + group + AT_ONCE * UNROLL; first < to + group; first += AT_ONCE * UNROLL) {
-            Pack kept[UNROLL][STEPS];
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) kept[u][step] = key[u][step];
-            }
-            load(keys, key, first);
-            largest = fmaxf(largest, scores(first));
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) key[u][step] = kept[u][step];
+        for (int v = 0; v < VECTORS; v += 4) {
+            q[v / 4] = query[v / 4].await(posted + 4 * min(v + lane % 4, VECTORS - 1), tag, dog);
+            if (v + lane % 4 >= VECTORS) q[v / 4] = {};
+        }
+        wait_for_copies<0>();
+        if (brings) {
+            const Bits k = key.await(posted + apart + 4 * lane, tag, dog), v = value.await(posted + 2 * apart + 4 * lane, tag, dog);
+            reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = k;
+            reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = v;
+            if (newest - part.from < AT_ONCE) {
+                const int at = (newest - part.from) % SLOTS * PITCH + lane * CHUNK;
+                *reinterpret_cast<Bits*>(s.keys[warp] + at) = k;
+                *reinterpret_cast<Bits*>(s.values[warp] + at) = v;
+            } else {
+                __threadfence();  // it will be copied like the others
             }
         }
-        largest = fmaxf(largest, scores(from + group));
+        OnlineSoftmax softmax;
+        float out[sizeof(T) == 2 ? DEPTH / 8 : COLUMNS / 4][4] = {};
+        const T *k = s.keys[warp], *v = s.values[warp];
+        for (int first = part.from + warp * SLOTS;; first += AT_ONCE) {
+            __syncwarp();
+            if constexpr (sizeof(T) == 2) {
+                on_tensor_cores(q, k, v, first, part.to, factor, softmax, out);
+            } else {
+                in_ordinary_arithmetic(q, k, v, first, part.to, factor, softmax, out);
+            }
+            if (first + AT_ONCE - warp * SLOTS >= part.to) break;
+            __syncwarp();
+            copy(s, keys, values, first + AT_ONCE, part.to, -1);
+            wait_for_copies<0>();
+        }
+        if (lane == 0) {
+            s.largest[warp] = softmax.largest;
+            s.sums[warp] = softmax.sum;
+        }
+        if constexpr (sizeof(T) == 2) {
+            if (lane < 4) {
 #pragma unroll
-        for (int other = WARP / 2; other >= LANES; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, other));
-        if (thread % WARP == 0) s.largest[thread / WARP] = largest;
-        sync_threads<THREADS>();
-        largest = max_of(s.largest);
-
-        // The values; scores behind the first round are computed again, which costs less than keeping them.
-        float out[SIZE] = {}, sum = 0.f;
-        const auto weigh = [&](int first) {
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const int slot = first + u * AT_ONCE;
-                const float weight = slot < to ? exp2_approx(score[u] - largest) : 0.f;
-                sum += weight;
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    Pack v = value[u][step];
-                    if (slot == fresh) v = fresh_value[step];
-#pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) {
-                        out[step * WIDTH + i] = fmaf(weight, to_float(v.at[i]), out[step * WIDTH + i]);
-                    }
+                for (int i = 0; i < DEPTH / 8; ++i) {
+                    *reinterpret_cast<Vec<float, 2>*>(s.out[warp] + i * 8 + lane * 2) = {out[i][0], out[i][1]};
                 }
             }
-        };
-        weigh(from + group);
-        for (int first = from + group + AT_ONCE * UNROLL; first < to + group; first += AT_ONCE * UNROLL) {
-            load(keys, key, first);
-            load(values, value, first);
-            scores(first);
-            weigh(first);
-        }
+        } else {
+            if (lane < 4) {
 #pragma unroll
-        for (int other = WARP / 2; other >= LANES; other /= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, other);
-#pragma unroll
-            for (int i = 0; i < SIZE; ++i) out[i] += __shfl_xor_sync(0xffffffffu, out[i], other);
-        }
-        if (thread % WARP < LANES) {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                if (step * LANES + lane >= VECTORS) continue;
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) s.parts[thread / WARP][(step * LANES + lane) * WIDTH + i] = out[step * WIDTH + i];
+                for (int i = 0; i < COLUMNS / 4; ++i) {
+                    *reinterpret_cast<Vec<float, 4>*>(s.out[warp] + i * 16 + lane * 4) = {out[i][0], out[i][1], out[i][2], out[i][3]};
+                }
             }
-            if (lane == 0) s.sums[thread / WARP] = sum;
         }
-        sync_threads<THREADS>();
-        return largest;
+        sync_threads<WARPS * WARP>();
+        return brings;
+    }
+
+    // PER columns of the block's result from `column` on; returns the logarithm (base 2) of what it weighs.
+    template <int PER>
+    static __device__ __forceinline__ float merge(const Shared& s, int column, float (&value)[PER]) {
+        float largest = LOWEST, sum = 0.f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, s.largest[warp]);
+#pragma unroll
+        for (int j = 0; j < PER; ++j) value[j] = 0.f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) {
+            const float share = exp2_approx(s.largest[warp] - largest);
+            sum = fmaf(share, s.sums[warp], sum);
+            const auto its = *reinterpret_cast<const Vec<float, PER>*>(s.out[warp] + column);
+#pragma unroll
+            for (int j = 0; j < PER; ++j) value[j] = fmaf(share, its.at[j], value[j]);
+        }
+        const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f;
+#pragma unroll
+        for (int j = 0; j < PER; ++j) value[j] *= inverse;
+        return sum > 0.f ? largest + __log2f(sum) : LOWEST;
     }
 
    private:
-    static __device__ __forceinline__ float max_of(const float (&from)[WARPS]) {
-        float largest = from[0];
+    // Lane 4g + t: of the scores those of slots 2t and 2t + 1, of the output columns 2t and 2t + 1 of every eight. All g
+    // have the same.
+    template <int Q, int N>
+    static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
+                                                           float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
+        const int lane = thread_index() % WARP;
+        float score[4] = {};
 #pragma unroll
-        for (int i = 1; i < WARPS; ++i) largest = fmaxf(largest, from[i]);
-        return largest;
+        for (int i = 0; i < VECTORS; i += 4) {
+            Bits b = {};
+            if (i + lane % 4 < VECTORS) b = *reinterpret_cast<const Bits*>(k + lane / 4 * PITCH + (i + lane % 4) * CHUNK);
+            const Bits& a = q[i / 4];
+            const unsigned low[4] = {a.at[0], a.at[0], a.at[1], a.at[1]}, high[4] = {a.at[2], a.at[2], a.at[3], a.at[3]};
+            multiply_add<T>(score, low, b.at[0], b.at[1]);
+            multiply_add<T>(score, high, b.at[2], b.at[3]);
+        }
+        const int slot = first + lane % 4 * 2;
+        const float even = slot < to ? score[0] * factor : LOWEST, odd = slot + 1 < to ? score[1] * factor : LOWEST;
+        float largest = fmaxf(even, odd);
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const float rescale = softmax.raise(largest, 1.f);
+        float sum_even = slot < to ? exp2_approx(even - softmax.largest) : 0.f, sum_odd = slot + 1 < to ? exp2_approx(odd - softmax.largest) : 0.f;
+        const unsigned weights = pack_pair<T>(sum_even, sum_odd);
+        sum_even += sum_odd;
+        sum_even += __shfl_xor_sync(0xffffffffu, sum_even, 1);
+        softmax.sum += sum_even + __shfl_xor_sync(0xffffffffu, sum_even, 2);
+#pragma unroll
+        for (int i = 0; i < N; i += 4) {
+            unsigned b[4];
+            // Matrix m is columns 8 (i + m) of the eight slots; where there are fewer columns, the last ones again.
+            const int column = min(i + lane / 8, N - 1) * 8;
+            load_matrices_transposed(b, v + lane % 8 * PITCH + column);
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                if (i + m >= N) continue;
+                float(&c)[4] = out[i + m];
+                c[0] *= rescale;
+                c[1] *= rescale;
+                multiply_add_short<T>(c, weights, weights, b[m]);
+            }
+        }
+    }
+
+    // Lane 4g + t: a quarter of slot g's key; then of every sixteen output columns the four from 4t on. All g end with
+    // the same.
+    template <int Q, int N>
+    static __device__ __forceinline__ void in_ordinary_arithmetic(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
+                                                                  float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
+        const int lane = thread_index() % WARP, slot = first + lane / 4;
+        float score = 0.f;
+#pragma unroll
+        for (int i = 0; i < Q; ++i) {
+            Vec<float, 4> b = {};
+            if (i * 4 + lane % 4 < VECTORS) b = *reinterpret_cast<const Vec<float, 4>*>(k + lane / 4 * PITCH + (i * 4 + lane % 4) * 4);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) score = fmaf(__uint_as_float(q[i].at[j]), b.at[j], score);
+        }
+        score += __shfl_xor_sync(0xffffffffu, score, 1);
+        score += __shfl_xor_sync(0xffffffffu, score, 2);
+        score = slot < to ? score * factor : LOWEST;
+        float largest = score;
+#pragma unroll
+        for (int other = 4; other < WARP; other *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+        const float rescale = softmax.raise(largest, 1.f);
+        const float weight = slot < to ? exp2_approx(score - softmax.largest) : 0.f;
+        float sum = weight;
+#pragma unroll
+        for (int other = 4; other < WARP; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+        softmax.sum += sum;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) out[i][j] *= rescale;
+        }
+#pragma unroll
+        for (int r = 0; r < SLOTS; ++r) {
+            const float its = __shfl_sync(0xffffffffu, weight, r * 4);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const auto b = *reinterpret_cast<const Vec<float, 4>*>(v + r * PITCH + i * 16 + lane % 4 * 4);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) out[i][j] = fmaf(its, b.at[j], out[i][j]);
+            }
+        }
     }
 };
 

@@ -40,35 +40,38 @@ class Decode {
     static constexpr int TEAM = WARPS >= power_of_two_from(ROWS) ? WARPS / power_of_two_from(ROWS) : 1;  // warps to a row
     enum Stage { QKV, OUT, FC, PROJ, HEAD };
     using TileOf = TileSums<T, ROWS>;
+    using Attention = PartAttention<T, DEPTH, WARPS>;
 
     // --- shared memory ---
 
     static constexpr int BIASES = (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;
     static constexpr int LARGEST = WIDTH > INNER ? WIDTH : INNER;
     static constexpr int PADDED = ceil_div(LARGEST, WARPS * TileOf::INPUTS) * WARPS * TileOf::INPUTS;
-    static constexpr int PITCH = ceil_div(PADDED, 64) * 64 + 32;  // neighbouring rows on different banks
+    static constexpr int PITCH = ceil_div(PADDED * TileOf::SPREAD, 64) * 64 + 32;  // neighbouring rows on different banks
     static constexpr int most(int a, int b) { return a > b ? a : b; }
     static constexpr int MOST_UNITS = most(most(M::QKV_UNITS, M::OUT_UNITS), most(M::FC_UNITS, M::PROJ_UNITS));
 
-    // What a block has to do for one head of one row: a part of its context.
-    struct Item {
-        int row, head, split, from, to, end;
+    struct Row {
+        int length, token;              // so far, and the last of it
+        int known, limit, least;        // lengths: up to which tokens are given, at which it ends, before which it may not
+        int banned, key;                // the token that must not come next, and the key of its noise
+        float coolness;                 // 1 / temperature; 0 for the likeliest token
+        bool stops, active;             // whether the end of text ends it; whether it goes on
     };
 
     struct alignas(16) Desk {
         T h[ROWS * PITCH];      // what is multiplied
         float x[ROWS * WIDTH];  // the residual rows
         alignas(16) float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
-        typename PartAttention<T, DEPTH, WARPS, M::UNROLL>::Shared attention;
+        typename Attention::Shared attention;
         T bias[M::LAYERS * BIASES];
         alignas(16) float sums[WARPS], squares[WARPS];
+        BlockPlan plan;
         unsigned long long best[ROWS];
-        int length[ROWS], token[ROWS], banned[ROWS], key[ROWS];
-        float coolness[ROWS];
-        bool active[ROWS], known[ROWS];
-        bool any_active;
-        int splits;
-        Item item;
+        Row rows[ROWS];
+        bool goes_on;
+        int splits, parts;  // of a context; of contexts, for this block to attend to
+        Part part;          // the first of them
         Watchdog dog;
     };
     static constexpr int STEP_BYTES = THREADS * sizeof(Bits) + 16;  // and two barriers
@@ -96,7 +99,6 @@ class Decode {
 
    private:
     const typename M::Arguments& a;
-    const BlockPlan plan;
     Desk& desk;
     TapeOf tape;
     unsigned tag;
@@ -113,24 +115,6 @@ class Decode {
     static __device__ __forceinline__ unsigned packed(const float (&value)[PER]) {
         if constexpr (PER == 2) return pack_pair<T>(value[0], value[1]);
         else return __float_as_uint(value[0]);
-    }
-
-    // Sixteen bytes of a row that was posted.
-    struct Quad {
-        Pair low, high;
-
-        __device__ __forceinline__ void load(const Word* from) {
-            low.load(from);
-            high.load(from + 2);
-        }
-    };
-    template <typename Pack>
-    __device__ __forceinline__ Pack received(Quad& quad, const Word* from) const {
-        static_assert(sizeof(Pack) == sizeof(Bits));
-        await(quad.low, from, tag, desk.dog);
-        await(quad.high, from + 2, tag, desk.dog);
-        const Bits bits = {quad.low.payload(0), quad.low.payload(1), quad.high.payload(0), quad.high.payload(1)};
-        return *reinterpret_cast<const Pack*>(&bits);
     }
 
     // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(i, row, column) has two neighbours.
@@ -174,13 +158,17 @@ class Decode {
             }
             if (row >= ROWS || team >= TEAMS) continue;
             const float mean = sum * (1.f / WIDTH);
-            const float inverse = rsqrtf(fmaxf(squares * (1.f / WIDTH) - mean * mean, 0.f) + a.epsilon);
+            const float inverse = rsqrt_approx(fmaxf(squares * (1.f / WIDTH) - mean * mean, 0.f) + a.epsilon);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 if (lane + i * STRIDE >= PAIRS) continue;
-                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + 2 * (lane + i * STRIDE)) = {
-                    from_float<T>((v[i][0] - mean) * inverse * to_float(scale[i].at[0]) + to_float(shift[i].at[0])),
-                    from_float<T>((v[i][1] - mean) * inverse * to_float(scale[i].at[1]) + to_float(shift[i].at[1]))};
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    v[i][j] = (v[i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]);
+                }
+                T* target = desk.h + row * PITCH;
+                if constexpr (PER == 2) TileOf::put(target, 2 * (lane + i * STRIDE), pack_pair<T>(v[i][0], v[i][1]));
+                else TileOf::put(target, 2 * (lane + i * STRIDE), __float_as_uint(v[i][0]), __float_as_uint(v[i][1]));
             }
         }
         sync_threads<THREADS>();
@@ -201,10 +189,10 @@ class Decode {
     // A stage's outputs, with bias, PER to a thread: f(output, row, values).
     template <Stage STAGE, int BIAS_AT, typename P, typename F>
     __device__ __forceinline__ void outputs(F f) {
-        P::template each<PER>(plan.units[STAGE], desk.partial, [&](int output, int row, float (&value)[PER]) {
+        P::template each<PER>(desk.plan.units[STAGE], desk.partial, [&](int output, int row, float (&value)[PER]) {
 #pragma unroll
             for (int j = 0; j < PER; ++j) value[j] += to_float(desk.bias[layer * BIASES + BIAS_AT + output + j]);
-            f(plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
+            f(desk.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
         });
     }
 
@@ -220,66 +208,45 @@ class Decode {
 
     // --- the stages ---
 
-    __device__ __forceinline__ Item item_of(int index) const {
+    __device__ __forceinline__ Part part_of(int index) const {
         const int split = index % splits, head = index / splits % HEADS, row = index / (splits * HEADS);
-        const int end = row < a.batch ? desk.length[row] : 0, begin = a.window > 0 ? max(0, end - a.window) : 0;
-        const int part = ceil_div(end - begin, splits), from = begin + split * part;
-        return {row, head, split, from, min(end, from + part), end};
+        const int end = desk.rows[row].length, begin = a.window > 0 ? max(0, end - a.window) : 0;
+        const int size = ceil_div(end - begin, splits), from = min(end, begin + split * size);
+        return {row, head, split, from, min(end, from + size), end};
     }
 
-    __device__ __forceinline__ void attend(const Item& item) {
-        using Part = PartAttention<T, DEPTH, WARPS, M::UNROLL>;
-        using Pack = typename Part::Pack;
-        const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
-        const long long place = ((static_cast<long long>(layer) * a.cache_rows + item.row) * HEADS + item.head) * a.capacity * DEPTH;
-        T *keys = a.k + place, *values = a.v + place;
-        Part part(keys, values, item.from, item.to, item.end - 1);
-        const Word* posted = words + QKV_AT + (item.row * 3 * WIDTH + item.head * DEPTH) / PER;
-        bool stores = false;
-        const float largest = part.run(factor, desk.attention, [&](int vector, Pack& key, Pack& value) {
-            Quad q, k, v;
-            q.load(posted + 4 * vector);
-            if (item.to == item.end) {
-                k.load(posted + WIDTH / PER + 4 * vector);
-                v.load(posted + 2 * WIDTH / PER + 4 * vector);
-                key = received<Pack>(k, posted + WIDTH / PER + 4 * vector);
-                value = received<Pack>(v, posted + 2 * WIDTH / PER + 4 * vector);
-                stores = thread_index() < KeyLanes<T, DEPTH>::LANES;  // one of the many that have them
-                if (stores) {
-                    reinterpret_cast<Pack*>(keys + (item.end - 1) * DEPTH)[vector] = key;
-                    reinterpret_cast<Pack*>(values + (item.end - 1) * DEPTH)[vector] = value;
-                }
-            }
-            return received<Pack>(q, posted + 4 * vector);
-        });
-        const int thread = thread_index();
-        if (thread < DEPTH / PER) {
-            const float sum = sum_of<WARPS>(desk.attention.sums);
-            const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f;
-            float value[PER] = {};
-#pragma unroll
-            for (int warp = 0; warp < WARPS; ++warp) {
-#pragma unroll
-                for (int j = 0; j < PER; ++j) value[j] += desk.attention.parts[warp][thread * PER + j];
-            }
-#pragma unroll
-            for (int j = 0; j < PER; ++j) value[j] *= inverse;
-            Word* target = words + ATTENTION_AT + ((item.row * HEADS + item.head) * M::SPLITS + item.split) * HEAD_WORDS;
-            post(target + thread, packed(value), tag);
-            if (thread < 2) post(target + DEPTH / PER + thread, __float_as_uint(sum > 0.f ? largest + __log2f(sum) : LOWEST), tag);
-        }
-        if (stores) __threadfence();  // in the cache before anything that this block posts from now on
+    // Where the part's keys are in the cache, and its values.
+    __device__ __forceinline__ long long place_of(const Part& part) const {
+        return ((static_cast<long long>(layer) * a.cache_rows + part.row) * HEADS + part.head) * a.capacity * DEPTH;
+    }
+
+    // Starts what can be done before the query is there.
+    __device__ __forceinline__ void begin_attention() {
+        if (desk.parts == 0) return;
+        const long long place = place_of(desk.part);
+        Attention::begin(desk.attention, a.k + place, a.v + place, desk.part);
     }
 
     __device__ __forceinline__ void attention() {
-        const int items = ROWS * HEADS * splits;
-        Item item = desk.item;
-        for (int index = blockIdx.x; index < items; index += M::BLOCKS) {
-            if (index >= M::BLOCKS) {
+        for (int i = 0; i < desk.parts; ++i) {
+            const Part part = i == 0 ? desk.part : part_of(blockIdx.x + i * M::BLOCKS);
+            const long long place = place_of(part);
+            if (i > 0) {
                 sync_threads<THREADS>();
-                item = item_of(index);
+                Attention::begin(desk.attention, a.k + place, a.v + place, part);
             }
-            attend(item);
+            const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
+            const Word* posted = words + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
+            const bool wrote = Attention::run(desk.attention, a.k + place, a.v + place, part, factor, posted, WIDTH / PER, tag, desk.dog);
+            const int thread = thread_index();
+            if (thread < DEPTH / PER) {
+                float value[PER];
+                const unsigned weight = __float_as_uint(Attention::template merge<PER>(desk.attention, thread * PER, value));
+                Word* target = words + ATTENTION_AT + ((part.row * HEADS + part.head) * M::SPLITS + part.split) * HEAD_WORDS;
+                post(target + thread, packed(value), tag);
+                if (thread < 2) post(target + DEPTH / PER + thread, weight, tag);
+            }
+            if (wrote) __threadfence();  // in the cache before anything that this block posts from now on
         }
     }
 
@@ -327,7 +294,7 @@ class Decode {
                 for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
                 result = reinterpret_cast<const Vec<unsigned, 2>&>(value);
             }
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + row * PITCH + column) = result;
+            TileOf::put(desk.h + row * PITCH, column, result.at[0], result.at[1]);
         }
         sync_threads<THREADS>();
     }
@@ -335,8 +302,7 @@ class Decode {
     __device__ __forceinline__ void gather_hidden() {
         constexpr int PAIRS = INNER / (2 * PER);
         gather<ROWS * PAIRS, THREADS>(words + FC_AT, thread_index(), tag, desk.dog, [&](int, int at, const Pair& pair) {
-            const Vec<unsigned, 2> bits = {pair.payload(0), pair.payload(1)};
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / PAIRS * PITCH + at % PAIRS * (2 * PER)) = bits;
+            TileOf::put(desk.h + at / PAIRS * PITCH, at % PAIRS * (2 * PER), pair.payload(0), pair.payload(1));
         });
         sync_threads<THREADS>();
     }
@@ -345,8 +311,9 @@ class Decode {
     template <typename First>
     __device__ __forceinline__ void run_layer(First first_rows) {
         {
+            begin_attention();
             ProductOf<WIDTH, M::QKV_UNITS> qkv;
-            qkv.begin(tape, plan.units[QKV]);
+            qkv.begin(tape, desk.plan.units[QKV]);
             first_rows();
             stamp();
             qkv.finish(tape, desk.h, PITCH, desk.partial);
@@ -359,7 +326,7 @@ class Decode {
         stamp();
         {
             ProductOf<WIDTH, M::OUT_UNITS> out;
-            out.begin(tape, plan.units[OUT]);
+            out.begin(tape, desk.plan.units[OUT]);
             gather_attention();
             stamp();
             out.finish(tape, desk.h, PITCH, desk.partial);
@@ -368,7 +335,7 @@ class Decode {
         }
         {
             ProductOf<WIDTH, M::FC_UNITS> fc;
-            fc.begin(tape, plan.units[FC]);
+            fc.begin(tape, desk.plan.units[FC]);
             normalise_posted(vectors(6 * WIDTH), vectors(7 * WIDTH), words + MIDDLE_AT, tag);
             stamp();
             fc.finish(tape, desk.h, PITCH, desk.partial);
@@ -381,7 +348,7 @@ class Decode {
         }
         {
             ProductOf<INNER, M::PROJ_UNITS> proj;
-            proj.begin(tape, plan.units[PROJ]);
+            proj.begin(tape, desk.plan.units[PROJ]);
             gather_hidden();
             stamp();
             proj.finish(tape, desk.h, PITCH, desk.partial);
@@ -396,21 +363,21 @@ class Decode {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
         const int warp = thread_index() / WARP;
         const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
-        for (int unit = warp; unit - warp < plan.units[HEAD]; unit += WARPS) {
+        for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {
             TileOf sums;
             for (int tile = 0; tile < TILES; tile += AT_ONCE) {
                 Bits held[AT_ONCE];
                 tape.take(held, TILES - tile);
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
-                    sums.add(held[i], x + (tile + i) * TileOf::INPUTS, PITCH);
+                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], x + (tile + i) * (TileOf::INPUTS * TileOf::SPREAD), PITCH);
                 }
             }
             float result[TileOf::RESULTS];
             sums.finish(result);
             TileOf::results(thread_index(), [&](int i, int relative, int row) {
-                const int output = (plan.first[HEAD] + unit) * TILE_OUTPUTS + relative;
-                if (unit < plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
+                const int output = (desk.plan.first[HEAD] + unit) * TILE_OUTPUTS + relative;
+                if (unit < desk.plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
             });
         }
     }
@@ -426,67 +393,79 @@ class Decode {
             post(own + 1, static_cast<unsigned>(best >> 32), tag);
         }
         sync_threads<THREADS>();
-        gather<M::BLOCKS * ROWS, THREADS>(candidates, thread_index(), tag, desk.dog, [&](int, int at, const Pair& pair) {
-            atomicMax(desk.best + at % ROWS, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
+        // Candidates of a row are ROWS apart, and so are the threads that get them.
+        static_assert(WARP % ROWS == 0);
+        unsigned long long best = 0;
+        const int thread = thread_index();
+        gather<M::BLOCKS * ROWS, THREADS>(candidates, thread, tag, desk.dog, [&](int, int, const Pair& pair) {
+            best = max(best, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
         });
+#pragma unroll
+        for (int other = WARP / 2; other >= ROWS; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
+        if (thread % WARP < ROWS) atomicMax(desk.best + thread % ROWS, best);
         sync_threads<THREADS>();
     }
 
-    // What a row needs to know before its next token is chosen.
+    // What stays as it is for the whole launch.
     __device__ __forceinline__ void look_up_rows() {
         const int row = thread_index();
         if (row < ROWS) {
-            const bool active = row < a.batch && !a.done[row];
-            const int length = row < a.batch ? static_cast<int>(a.length[row]) : 1;
-            desk.active[row] = active;
-            desk.length[row] = length;
-            desk.token[row] = row < a.batch ? static_cast<int>(a.tokens[row * a.capacity + length - 1]) : 0;
-            const float temperature = row < a.batch ? a.temperature[row] : 0.f;
-            desk.coolness[row] = temperature > 0.f ? 1.f / temperature : 0.f;
+            Row& r = desk.rows[row];
+            r = {};
+            if (row < a.batch) {
+                r.length = static_cast<int>(a.length[row]);
+                r.token = static_cast<int>(a.tokens[row * a.capacity + r.length - 1]);
+                r.known = static_cast<int>(a.known[row]);
+                r.limit = static_cast<int>(a.limit[row]);
+                r.least = static_cast<int>(a.min_length[row]);
+                r.stops = a.stops_at_eos[row];
+                r.active = !a.done[row];
+                r.coolness = a.temperature[row] > 0.f ? 1.f / a.temperature[row] : 0.f;
+            }
         }
         sync_threads<THREADS>();
     }
 
-    // `length` is known to every block alike, and so is everything that follows from it.
-    __device__ __forceinline__ void prepare_choice() {
-        const int row = thread_index();
-        if (row < ROWS) {
-            const int length = desk.length[row], slot = min(length, a.capacity - 1);
-            const bool early = row < a.batch && a.stops_at_eos[row] && length < a.min_length[row];
-            desk.banned[row] = early ? a.eos : -1;
-            desk.known[row] = row < a.batch && length < a.known[row];
-            desk.key[row] = row < a.batch ? a.noise[row * a.capacity + slot] : 0;
-            desk.best[row] = 0;
+    // What follows from the rows' lengths; every block comes to the same.
+    __device__ __forceinline__ void prepare_token() {
+        const int thread = thread_index();
+        if (thread < ROWS) {
+            Row& r = desk.rows[thread];
+            r.banned = r.stops && r.length < r.least ? a.eos : -1;
+            r.key = r.coolness > 0.f ? a.noise[thread * a.capacity + min(r.length, a.capacity - 1)] : 0;
+            desk.best[thread] = 0;
         }
-        if (row == 0) {
+        if (thread == WARP) {
             int longest = 1;
-            for (int i = 0; i < ROWS; ++i) longest = max(longest, i < a.batch ? desk.length[i] : 1);
+            bool active = false;
+            for (int i = 0; i < ROWS; ++i) {
+                longest = max(longest, desk.rows[i].length);
+                active |= desk.rows[i].active;
+            }
             if (a.window > 0) longest = min(longest, a.window);
-            desk.any_active = false;
-            for (int i = 0; i < ROWS; ++i) desk.any_active |= desk.active[i];
-            desk.splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
+            desk.goes_on = active && !desk.dog.dead;
+            desk.splits = splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
+            desk.part = part_of(blockIdx.x);
+            desk.parts = ceil_div(max(0, ROWS * HEADS * splits - static_cast<int>(blockIdx.x)), M::BLOCKS);
         }
         sync_threads<THREADS>();
         splits = desk.splits;
-        if (row == 0) desk.item = item_of(blockIdx.x);
     }
 
     // The tokens that were agreed on; block 0 tells the host.
     __device__ __forceinline__ void append() {
         const int row = thread_index();
-        if (row < ROWS && desk.active[row]) {
-            const int length = desk.length[row];
+        if (row < ROWS && desk.rows[row].active) {
+            Row& r = desk.rows[row];
             const unsigned long long best = desk.best[row];
-            int token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
-            if (desk.known[row]) token = static_cast<int>(a.tokens[row * a.capacity + length]);
-            const bool ends = (token == a.eos && a.stops_at_eos[row]) || length + 1 >= a.limit[row];
-            desk.token[row] = token;
-            desk.length[row] = length + 1;
-            desk.active[row] = !ends;
+            r.token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
+            if (r.length < r.known) r.token = static_cast<int>(a.tokens[row * a.capacity + r.length]);
+            r.length += 1;
+            r.active = !(r.token == a.eos && r.stops) && r.length < r.limit;
             if (blockIdx.x == 0) {
-                a.tokens[row * a.capacity + length] = token;
-                a.length[row] = length + 1;
-                if (ends) a.done[row] = true;
+                a.tokens[row * a.capacity + r.length - 1] = r.token;
+                a.length[row] = r.length;
+                if (!r.active) a.done[row] = true;
                 if (!isfinite(value_of(best))) a.broken[row] = true;
             }
         }
@@ -496,9 +475,8 @@ class Decode {
    public:
     __device__ __forceinline__ Decode(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
         : a(arguments),
-          plan(arguments.plans[blockIdx.x]),
           desk(desk),
-          tape(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps, ring),
+          tape(arguments.tape + static_cast<long long>(desk.plan.tape) * THREADS, desk.plan.steps, ring),
           tag(arguments.tag) {}
 
     __device__ __forceinline__ void run() {
@@ -508,8 +486,8 @@ class Decode {
             int base = layer * BIASES;
 #pragma unroll
             for (int stage = 0; stage < 4; ++stage) {
-                for (int i = thread_index(); i < plan.units[stage] * TILE_OUTPUTS; i += THREADS) {
-                    const int output = plan.first[stage] * TILE_OUTPUTS + i;
+                for (int i = thread_index(); i < desk.plan.units[stage] * TILE_OUTPUTS; i += THREADS) {
+                    const int output = desk.plan.first[stage] * TILE_OUTPUTS + i;
                     desk.bias[base + i] = output < OUTPUTS[stage] ? vectors(AT[stage])[output] : from_float<T>(0.f);
                 }
                 base += UNITS[stage] * TILE_OUTPUTS;
@@ -517,8 +495,8 @@ class Decode {
         }
         look_up_rows();
         for (int token = 0; token < a.count; ++token) {
-            prepare_choice();
-            if (!desk.any_active || desk.dog.dead) break;
+            prepare_token();
+            if (!desk.goes_on) break;
             one_token(token);
         }
         if (thread_index() == 0) desk.dog.stopped = true;
@@ -551,8 +529,9 @@ class Decode {
         } else {
             unsigned long long mine[TileOf::RESULTS] = {};
             head([&](int output, int row, float value, int i) {
-                if (output == desk.banned[row]) return;
-                if (desk.coolness[row] > 0.f) value = value * desk.coolness[row] + gumbel_noise(desk.key[row], output);
+                const Row& r = desk.rows[row];
+                if (output == r.banned) return;
+                if (r.coolness > 0.f) value = value * r.coolness + gumbel_noise(r.key, output);
                 mine[i] = max(mine[i], candidate(value, output));
             });
             TileOf::results(thread_index(), [&](int i, int, int row) { atomicMax(desk.best + row, mine[i]); });
@@ -568,8 +547,8 @@ class Decode {
     template <typename V>
     __device__ __forceinline__ void embed(int row, int lane, V& v) {
         constexpr int STRIDE = TEAM * WARP, PAIRS = WIDTH / 2;
-        const auto* token = reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(desk.token[row]) * WIDTH);
-        const auto* place = reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(desk.length[row] - 1) * WIDTH);
+        const auto* token = reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(desk.rows[row].token) * WIDTH);
+        const auto* place = reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(max(desk.rows[row].length - 1, 0)) * WIDTH);
 #pragma unroll
         for (int i = 0; i < ceil_div(PAIRS, STRIDE); ++i) {
             if (lane + i * STRIDE >= PAIRS) continue;
@@ -585,14 +564,17 @@ class Decode {
         Ring& ring = *reinterpret_cast<Ring*>(memory);
         Desk& desk = *reinterpret_cast<Desk*>(memory + RING_BYTES);
         for (int i = thread_index(); i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
-        if (thread_index() == 0) desk.dog.prepare();
+        if (thread_index() == 0) {
+            desk.dog.prepare();
+            desk.plan = arguments.plans[blockIdx.x];
+        }
         TapeOf::prepare(ring);
         __syncthreads();
         if (thread_index() < THREADS) {
             Decode(arguments, desk, ring).run();
         } else if (thread_index() == THREADS) {
             Watch watch(desk.dog, arguments.fault, arguments.patience);
-            const BlockPlan plan = arguments.plans[blockIdx.x];
+            const BlockPlan& plan = desk.plan;
             const int rounds = ceil_div(plan.units[HEAD], WARPS), tiles = ceil_div(WIDTH, TileOf::INPUTS);
             TapeOf::feed(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps, rounds * tiles,
                          HAS_BULK_COPIES ? arguments.count : 0, ring, watch);

@@ -89,6 +89,21 @@ __device__ __forceinline__ void await(Pair& pair, const Word* from, unsigned tag
     while (!pair.carries(tag) && !dog.dead) pair.load(from);
 }
 
+// Sixteen bytes of payload.
+struct Quad {
+    Pair low, high;
+
+    __device__ __forceinline__ void load(const Word* from) {
+        low.load(from);
+        high.load(from + 2);
+    }
+    __device__ __forceinline__ Vec<unsigned, 4> await(const Word* from, unsigned tag, const Watchdog& dog) {
+        warpline::await(low, from, tag, dog);
+        warpline::await(high, from + 2, tag, dog);
+        return {low.payload(0), low.payload(1), high.payload(0), high.payload(1)};
+    }
+};
+
 // Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`, asked for a few at once: f(i, index of the pair, pair).
 template <int COUNT, int STRIDE, typename F>
 __device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag, const Watchdog& dog, F f) {

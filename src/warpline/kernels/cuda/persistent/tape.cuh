@@ -24,19 +24,39 @@ constexpr int TILE_OUTPUTS = 8;
 template <typename T, int ROWS>
 struct TileSums {  // on tensor cores: the rows are a, the tile is b
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = 2;
+    // The second eight rows of a are nobody's and may hold anything. One row is stored with every pair of neighbours
+    // twice, so that what a lane loads is a fragment as it stands.
+    static constexpr int SPREAD = ROWS == 1 ? 2 : 1;
     float even[4] = {}, odd[4] = {};
+
+    // Puts one or two words (pairs of neighbours) of a row where `add` will look for them.
+    static __device__ __forceinline__ void put(T* row, int column, unsigned pair) {
+        if constexpr (SPREAD == 2) *reinterpret_cast<Vec<unsigned, 2>*>(row + 2 * column) = {pair, pair};
+        else *reinterpret_cast<unsigned*>(row + column) = pair;
+    }
+    static __device__ __forceinline__ void put(T* row, int column, unsigned first, unsigned second) {
+        if constexpr (SPREAD == 2) *reinterpret_cast<Bits*>(row + 2 * column) = {first, first, second, second};
+        else *reinterpret_cast<Vec<unsigned, 2>*>(row + column) = {first, second};
+    }
 
     // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
     // and nobody reads what they make of it.
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
         const int lane = thread % WARP, row = lane / 4;
-        return x + (row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH;
+        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * (WIDTH * SPREAD);
     }
     __device__ __forceinline__ void add(const Bits& tile, const T* x, int) {
         const Bits rows = *reinterpret_cast<const Bits*>(x);
-        const unsigned first[4] = {rows.at[0], 0, rows.at[1], 0}, second[4] = {rows.at[2], 0, rows.at[3], 0};
-        multiply_add<T>(even, first, tile.at[0], tile.at[1]);
-        multiply_add<T>(odd, second, tile.at[2], tile.at[3]);
+        if constexpr (SPREAD == 2) {
+            const Bits more = *reinterpret_cast<const Bits*>(x + WIDTH);
+            multiply_add<T>(even, rows.at, tile.at[0], tile.at[1]);
+            multiply_add<T>(odd, more.at, tile.at[2], tile.at[3]);
+        } else {
+            const unsigned first[4] = {rows.at[0], rows.at[0], rows.at[1], rows.at[1]};
+            const unsigned second[4] = {rows.at[2], rows.at[2], rows.at[3], rows.at[3]};
+            multiply_add<T>(even, first, tile.at[0], tile.at[1]);
+            multiply_add<T>(odd, second, tile.at[2], tile.at[3]);
+        }
     }
     __device__ __forceinline__ void finish(float (&result)[RESULTS]) {
         result[0] = even[0] + odd[0];
@@ -53,8 +73,12 @@ struct TileSums {  // on tensor cores: the rows are a, the tile is b
 
 template <int ROWS>
 struct TileSums<float, ROWS> {
-    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS;
+    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS, SPREAD = 1;
     float sum[ROWS] = {};
+
+    static __device__ __forceinline__ void put(float* row, int column, unsigned first, unsigned second) {
+        *reinterpret_cast<Vec<unsigned, 2>*>(row + column) = {first, second};
+    }
 
     static __device__ __forceinline__ const float* lane_of(int thread, const float* x, int) { return x + thread % 4 * WIDTH; }
     __device__ __forceinline__ void add(const Bits& tile, const float* x, int pitch) {
@@ -153,10 +177,15 @@ class Tape {
         }
     }
 
-    // The next `count` steps into registers, at most N, zeros for the rest; their places are filled again.
+    // The next `count` steps into registers, at most N; the rest may be anything. Their places are filled again.
     template <int N>
     __device__ __forceinline__ void take(Bits (&held)[N], int count) {
         static_assert(N < RING || !HAS_ASYNC_COPIES);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) asm("" : "=r"(held[i].at[j]));  // what was there before is not kept for it
+        }
         count = min(count, N);
         const int thread = thread_index(), lane = thread % WARP;
         // Each lane waits for, and later gives back, the slot of one step.
@@ -170,10 +199,16 @@ class Tape {
         } else if constexpr (HAS_ASYNC_COPIES) {
             wait_for_copies<(RING > N ? RING - N : 0)>();
         }
+        if (HAS_ASYNC_COPIES && slot + N <= RING) {
+            const Bits* from = &ring.slot[slot][thread];
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            held[i] = {};
-            if (i < count) {
+            for (int i = 0; i < N; ++i) {
+                if (i < count) held[i] = from[i * STEP];
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (i >= count) continue;
                 if constexpr (HAS_ASYNC_COPIES) {
                     held[i] = ring.slot[slot + i < RING ? slot + i : slot + i - RING][thread];
                 } else {
@@ -201,9 +236,9 @@ class Tape {
 template <int COUNT>
 __device__ __forceinline__ float sum_of(const float* from) {
     constexpr int WIDTH = vector_width<float>(COUNT);
-    Vec<float, WIDTH> sum = {};
+    auto sum = *reinterpret_cast<const Vec<float, WIDTH>*>(from);
 #pragma unroll
-    for (int i = 0; i < COUNT; i += WIDTH) {
+    for (int i = WIDTH; i < COUNT; i += WIDTH) {
         const auto pack = *reinterpret_cast<const Vec<float, WIDTH>*>(from + i);
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) sum.at[j] += pack.at[j];
@@ -251,11 +286,12 @@ class Product {
     template <typename Tape>
     __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
         const int thread = thread_index();
-        x = Sums::lane_of(thread, x, pitch) + thread / WARP * Sums::INPUTS;
+        x = Sums::lane_of(thread, x, pitch) + thread / WARP * (Sums::INPUTS * Sums::SPREAD);
+        constexpr int STRIDE = WARPS * Sums::INPUTS * Sums::SPREAD;
         Sums sums;
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {  // steps that there are not are zero
-            sums.add(held[i], x + i % STEPS * (WARPS * Sums::INPUTS), pitch);
+        for (int i = 0; i < HELD; ++i) {  // units that there are not come out as anything
+            sums.add(held[i], x + i % STEPS * STRIDE, pitch);
             if (i % STEPS == STEPS - 1) {
                 leave(sums, i / STEPS, partial, thread);
                 sums = {};
@@ -267,7 +303,7 @@ class Product {
 #pragma unroll
                 for (int i = 0; i < HELD; ++i) {
                     const int within = (first + i) % STEPS;
-                    sums.add(held[i], x + within * (WARPS * Sums::INPUTS), pitch);
+                    sums.add(held[i], x + within * STRIDE, pitch);
                     if (within == STEPS - 1 && first + i < steps) {
                         leave(sums, (first + i) / STEPS, partial, thread);
                         sums = {};

@@ -1,0 +1,191 @@
+"""The persistent executor: the torch executor's tokens in fp32, right tokens in half precision, and it always ends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.conftest import SMALL
+from warpline import LLM, SamplingParams
+from warpline.bench.oracle import Oracle
+from warpline.config import SamplingParams as Params
+from warpline.engine.executor import Executor, create
+from warpline.engine.persistent_exec import PersistentExecutor
+from warpline.engine.state import Request, State
+from warpline.errors import ConfigError, DeviceError
+from warpline.model.weights import Weights, load
+
+GPU = torch.device("cuda:0")
+GREEDY = Params(temperature=0, max_tokens=1000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def full_fp32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def requests(weights: Weights, lengths: list[int], new: int, params: Params = GREEDY, seed: int = 3) -> list[Request]:
+    rng = random.Random(seed)
+    vocab = weights.config.vocab_size
+    return [
+        Request([rng.randrange(vocab) for _ in range(length)], params, seed, i, length + new)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def run(executor: Executor, asked: list[Request], chunk: int = 1000) -> tuple[list[list[int]], State]:
+    state = executor.allocate(len(asked), max(request.limit for request in asked))
+    state.begin(asked)
+    executor.prefill(state)
+    left = max(request.limit - len(request.prompt) for request in asked) - 1
+    while left > 0:
+        executor.decode(state, min(chunk, left))
+        left -= chunk
+    torch.cuda.synchronize()
+    executor.check()
+    lengths = state.length.tolist()
+    return [state.tokens[i, :n].tolist() for i, n in enumerate(lengths)], state
+
+
+def agree(weights: Weights, asked: list[Request]) -> bool:
+    """Whether torch comes to the same tokens."""
+    expected, _ = run(create("torch", weights, GPU, "fp32"), asked)
+    return run(PersistentExecutor(weights, GPU, "fp32"), asked)[0] == expected
+
+
+@pytest.mark.parametrize("lengths", [[1], [9], [5, 40, 17], [3, 3, 3, 3, 3], list(range(1, 9)), [60]])
+def test_fp32_tokens_equal_torchs(lengths: list[int]) -> None:
+    weights = load(SMALL, device="cuda")
+    asked = requests(weights, lengths, 24)
+    expected, _ = run(create("torch", weights, GPU, "fp32"), asked)
+    ours = PersistentExecutor(weights, GPU, "fp32")
+    found, _ = run(ours, asked)
+    assert found == expected
+    assert run(ours, asked, chunk=5)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths", "new"),
+    [
+        ("random:gpt2", [16], 100),
+        ("random:gpt2", [900], 120),
+        ("random:gpt2", [7, 300, 80], 60),
+        ("random:gpt2", [600] * 4, 30),
+        ("stories", [20, 5], 200),
+        ("random:n_layer=3,n_head=3,n_embd=144,n_positions=128,vocab_size=777,n_inner=400", [20], 50),
+        ("random:n_layer=2,n_head=25,n_embd=1600,n_positions=256", [20, 130], 40),
+        ("random:n_layer=2,n_head=2,n_embd=32,n_positions=64,vocab_size=50", [4], 40),
+        ("random:n_layer=2,n_head=2,n_embd=256,n_positions=300,vocab_size=500", [250], 40),
+    ],
+)
+def test_fp32_tokens_of_other_models(model: str, lengths: list[int], new: int) -> None:
+    weights = load(model, device="cuda")
+    asked = requests(weights, lengths, new)
+    assert (
+        run(PersistentExecutor(weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+    )
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 200])
+def test_window(window: int) -> None:
+    weights = load("random:n_layer=2,n_head=2,n_embd=128,n_positions=256,vocab_size=300", device="cuda")
+    weights = replace(weights, config=replace(weights.config, window=window))
+    asked = requests(weights, [30, 120], 60)
+    assert (
+        run(PersistentExecutor(weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("batch", "prompt"), [(1, 16), (1, 700), (2, 100), (8, 64)])
+def test_half_precision_is_judged_right(dtype: str, batch: int, prompt: int) -> None:
+    weights = load("random:gpt2", dtype=dtype, device="cuda")
+    asked = requests(weights, [prompt] * batch, 40)
+    executor = PersistentExecutor(weights, GPU, dtype)
+    found, _ = run(executor, asked)
+    ids = torch.tensor(found, device=GPU)
+    assert Oracle(weights).judge(ids[:, :prompt], ids[:, prompt:], dtype).right
+    assert run(executor, asked)[0] == found  # to the bit, or the tokens would drift apart sooner or later
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_turing_path(dtype: str) -> None:
+    """Compiled as PTX for compute_75, which has neither asynchronous copies nor bf16, and run on this GPU."""
+    weights = load("random:n_layer=3,n_head=4,n_embd=256,n_positions=256", dtype=dtype, device="cuda")
+    asked = requests(weights, [20, 90], 40)
+    turing = run(PersistentExecutor(weights, GPU, dtype, arch="compute_75"), asked)[0]
+    assert turing == run(PersistentExecutor(weights, GPU, dtype), asked)[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(temperature=0.8, ignore_eos=True),
+        Params(temperature=1.3, ignore_eos=True, min_tokens=10),
+        Params(temperature=1, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+        Params(temperature=0, repetition_penalty=1.3, logprobs=3),
+    ],
+)
+def test_sampling_draws_what_torch_draws(params: Params) -> None:
+    """The same noise, so the same tokens in fp32."""
+    weights = load(SMALL, device="cuda")
+    asked = requests(weights, [8, 20], 40, params)
+    assert (
+        run(PersistentExecutor(weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+    )
+
+
+def test_end_of_text_ends_rows_on_the_device() -> None:
+    weights = load(SMALL, device="cuda")
+    torchs = create("torch", weights, GPU, "fp32")
+    prompt = requests(weights, [6], 40)[0].prompt
+    free, _ = run(torchs, [Request(prompt, GREEDY, 0, 0, 46)])
+    weights = replace(weights, config=replace(weights.config, eos_token_id=free[0][15]))
+    for params in (Params(temperature=0), Params(temperature=0, min_tokens=20)):
+        asked = [Request(prompt, params, 0, 0, 46), *requests(weights, [9], 40, params)]
+        expected, theirs = run(create("torch", weights, GPU, "fp32"), asked)
+        found, ours = run(PersistentExecutor(weights, GPU, "fp32"), asked)
+        assert found == expected
+        assert ours.done.tolist() == theirs.done.tolist()
+
+
+def test_forced_tokens_are_scored() -> None:
+    texts = ["Once upon a time there was a dog.", "The little robot"]
+    ours = LLM("stories", device="cuda", dtype="fp32", executor="persistent").score(texts)
+    theirs = LLM("stories", device="cuda", dtype="fp32", executor="torch").score(texts)
+    assert ours.nats_per_token == pytest.approx(theirs.nats_per_token, rel=1e-5)
+
+
+def test_more_prompts_than_fit_take_turns() -> None:
+    llm = LLM(SMALL, device="cuda", dtype="fp32", executor="persistent")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[i, i + 1] for i in range(19)]
+    many = [c.token_ids for c in llm.generate(prompts, params)]
+    assert many == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
+
+
+def test_a_launch_without_progress_ends_itself() -> None:
+    weights = load(SMALL, device="cuda")
+    executor = PersistentExecutor(weights, GPU, "fp32")
+    asked = requests(weights, [9], 24)
+    expected, _ = run(executor, asked)
+    executor.patience = 1e-9
+    with pytest.raises(DeviceError, match="no progress"):
+        run(executor, asked)
+    executor.patience = 10.0
+    assert run(executor, asked)[0] == expected
+
+
+def test_what_it_cannot_run_it_refuses() -> None:
+    weights = load(SMALL, device="cuda")
+    with pytest.raises(ConfigError, match="8 sequences"):
+        run(PersistentExecutor(weights, GPU, "fp32"), requests(weights, [3] * 9, 5))
+    relu = replace(weights, config=replace(weights.config, activation_function="relu"))
+    with pytest.raises(ConfigError, match="relu"):
+        PersistentExecutor(relu, GPU, "fp32")
+    odd = load("random:n_layer=1,n_head=2,n_embd=24,n_positions=16,vocab_size=50", device="cuda")
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        PersistentExecutor(odd, GPU, "fp32")
