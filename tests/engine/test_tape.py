@@ -14,6 +14,13 @@ from warpline.model.weights import load
 NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"}
 
 
+def lanes(tile: torch.Tensor, size: int) -> torch.Tensor:
+    """What the lanes of a warp hold of a tile, as eight outputs of `size` inputs: the middle pairs are exchanged."""
+    if size == 16:
+        return tile.view(UNIT, size)
+    return tile.view(UNIT, 4, 4, 2)[:, :, [0, 2, 1, 3]].reshape(UNIT, size)
+
+
 def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor:
     """A stage's matrix as the kernel meets it: block by block, unit by unit, step by step, warp by warp."""
     e, size = made.extents, made.extents.tile_inputs
@@ -27,12 +34,12 @@ def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor
             for i in range(made.steps_of(stage)):
                 if stage == "head":
                     at = tape[step + unit // made.warps * made.steps_of(stage) + i, unit % made.warps]
-                    matrix[row : row + UNIT, i * size : (i + 1) * size] = at.view(UNIT, size)
+                    matrix[row : row + UNIT, i * size : (i + 1) * size] = lanes(at, size)
                     continue
                 for warp in range(made.warps):
                     column = (i * made.warps + warp) * size
                     at = tape[step + unit * made.steps_of(stage) + i, warp]
-                    matrix[row : row + UNIT, column : column + size] = at.view(UNIT, size)
+                    matrix[row : row + UNIT, column : column + size] = lanes(at, size)
     return matrix
 
 

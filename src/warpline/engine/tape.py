@@ -63,13 +63,17 @@ def record(weights: Weights, plan: Plan) -> Tapes:
 
 
 def tiles(matrix: Tensor, plan: Plan, stage: str) -> Tensor:
-    """[out, in] → [unit, tile, element]: the 16 bytes of a lane are neighbouring inputs of one output; what is missing
-    from the last unit and tile is zero."""
+    """[out, in] → [unit, tile, element]: a lane's 16 bytes are neighbouring inputs of one output, in half precision
+    with their second and third pair exchanged (see TileSums of persistent/tape.cuh); what is missing from the last
+    unit and tile is zero."""
     extents = plan.extents
     width = extents.tile_inputs // 4
     count = extents.tiles(stage) if stage == "head" else plan.steps_of(stage) * plan.warps
     padded = F.pad(matrix, (0, count * extents.tile_inputs - matrix.shape[1], 0, -matrix.shape[0] % UNIT))
-    return padded.view(-1, UNIT, count, 4, width).transpose(1, 2).flatten(2)
+    lanes = padded.view(-1, UNIT, count, 4, width).transpose(1, 2)  # [unit, tile, output, lane of four, element]
+    if width == 8:
+        lanes = lanes.unflatten(-1, (2, 2, 2)).transpose(-2, -3).flatten(-3)
+    return lanes.flatten(2)
 
 
 def _places(plan: Plan, stage: str) -> Tensor:

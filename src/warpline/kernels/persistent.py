@@ -116,10 +116,12 @@ class Extents:
 
     @property
     def most_rows(self) -> int:
-        """Sequences whose rows there is room for: a desk takes some 45 kB besides, and the tape should have about half
-        of what is left, where it goes through shared memory."""
-        each = 4 * self.width + DTYPE_BYTES[self.dtype] * (max(self.inner, self.width) * 11 // 10)
-        room = (self.shared_bytes - 45_000) * (0.55 if arch_number(self.arch) >= 80 else 1)
+        """Sequences whose rows there is room for beside the keys and values of a part and some 15 kB more. The tape
+        should have about half of what is left, where it goes through shared memory."""
+        size, depth = DTYPE_BYTES[self.dtype], self.width // self.heads
+        each = 4 * self.width + size * (max(self.inner, self.width) * 11 // 10)
+        part = best_warps(self) * (16 * (depth * size + 16) + 4 * depth)
+        room = (self.shared_bytes - part - 15_000) * (0.55 if arch_number(self.arch) >= 80 else 1)
         return next((rows for rows in (8, 4, 2) if rows * each <= room), 1)
 
     @property
@@ -186,7 +188,7 @@ def best_warps(extents: Extents) -> int:
         padded = [-(-extents.tiles(s) // warps) * warps / extents.tiles(s) for s in ("qkv", "proj")]
         return max(padded)
 
-    choices = (8,) if arch_number(extents.arch) < 80 else (12, 10, 8, 16)  # each takes shared memory
+    choices = (8,) if extents.shared_bytes < 110_000 else (12, 10, 8, 16)  # each takes shared memory
     return extents.warps or min(choices, key=lambda warps: (round(waste(warps), 2), abs(warps - 12)))
 
 

@@ -123,6 +123,26 @@ __device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at
 #endif
 }
 
+// A policy under which L2 keeps lines while a stream passes through it that is larger than itself.
+__device__ __forceinline__ unsigned long long keeping() {
+    unsigned long long policy = 0;
+#if __CUDA_ARCH__ >= 800
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
+// Four bytes that L2 is to keep.
+__device__ __forceinline__ unsigned load_kept(const unsigned* at) {
+#if __CUDA_ARCH__ >= 800
+    unsigned v;
+    asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "l"(keeping()));
+    return v;
+#else
+    return __ldg(at);
+#endif
+}
+
 // --- copies that run by themselves, from global into shared memory ---
 
 constexpr bool HAS_ASYNC_COPIES = __CUDA_ARCH__ >= 800;

@@ -64,36 +64,43 @@ class PartAttention {
     static __device__ __forceinline__ bool run(Shared& s, T* keys, T* values, const Part& part, float factor,
                                                const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
         const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1;
-        const bool brings = part.has_newest() && (newest - part.from) / SLOTS % WARPS == warp && lane < VECTORS;
+        const bool brings = part.has_newest() && (newest - part.from) / SLOTS % WARPS == warp;
+        const Word *its_key = posted + apart + 4 * min(lane, VECTORS - 1), *its_value = its_key + apart;
         Quad query[ceil_div(VECTORS, 4)], key, value;
 #pragma unroll
         for (int v = 0; v < VECTORS; v += 4) query[v / 4].load(posted + 4 * min(v + lane % 4, VECTORS - 1));
         if (brings) {
-            key.load(posted + apart + 4 * lane);
-            value.load(posted + 2 * apart + 4 * lane);
+            key.load(its_key);
+            value.load(its_value);
         }
         Bits q[ceil_div(VECTORS, 4)];
 #pragma unroll
         for (int v = 0; v < VECTORS; v += 4) {
-            q[v / 4] = query[v / 4].await(posted + 4 * min(v + lane % 4, VECTORS - 1), tag, dog);
-            if (v + lane % 4 >= VECTORS) q[v / 4] = {};
+            const Bits bits = query[v / 4].await(posted + 4 * min(v + lane % 4, VECTORS - 1), tag, dog);
+            q[v / 4] = {};
+            if (v + lane % 4 >= VECTORS) continue;
+            if constexpr (sizeof(T) == 2) q[v / 4] = {bits.at[0], bits.at[2], bits.at[1], bits.at[3]};  // see TileSums
+            else q[v / 4] = bits;
         }
         wait_for_copies<0>();
         if (brings) {
-            const Bits k = key.await(posted + apart + 4 * lane, tag, dog), v = value.await(posted + 2 * apart + 4 * lane, tag, dog);
-            reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = k;
-            reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = v;
-            if (newest - part.from < AT_ONCE) {
-                const int at = (newest - part.from) % SLOTS * PITCH + lane * CHUNK;
-                *reinterpret_cast<Bits*>(s.keys[warp] + at) = k;
-                *reinterpret_cast<Bits*>(s.values[warp] + at) = v;
-            } else {
-                __threadfence();  // it will be copied like the others
+            const Bits k = key.await(its_key, tag, dog), v = value.await(its_value, tag, dog);
+            if (lane < VECTORS) {
+                reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = k;
+                reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = v;
+                if (newest - part.from < AT_ONCE) {
+                    const int at = (newest - part.from) % SLOTS * PITCH + lane * CHUNK;
+                    *reinterpret_cast<Bits*>(s.keys[warp] + at) = k;
+                    *reinterpret_cast<Bits*>(s.values[warp] + at) = v;
+                } else {
+                    __threadfence();  // it will be copied like the others
+                }
             }
         }
         OnlineSoftmax softmax;
         float out[sizeof(T) == 2 ? DEPTH / 8 : COLUMNS / 4][4] = {};
         const T *k = s.keys[warp], *v = s.values[warp];
+#pragma unroll 1
         for (int first = part.from + warp * SLOTS;; first += AT_ONCE) {
             __syncwarp();
             if constexpr (sizeof(T) == 2) {
@@ -158,18 +165,17 @@ class PartAttention {
     static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
                                                            float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
         const int lane = thread_index() % WARP;
-        float score[4] = {};
+        float upper[4] = {}, lower[4] = {};
 #pragma unroll
         for (int i = 0; i < VECTORS; i += 4) {
             Bits b = {};
             if (i + lane % 4 < VECTORS) b = *reinterpret_cast<const Bits*>(k + lane / 4 * PITCH + (i + lane % 4) * CHUNK);
-            const Bits& a = q[i / 4];
-            const unsigned low[4] = {a.at[0], a.at[0], a.at[1], a.at[1]}, high[4] = {a.at[2], a.at[2], a.at[3], a.at[3]};
-            multiply_add<T>(score, low, b.at[0], b.at[1]);
-            multiply_add<T>(score, high, b.at[2], b.at[3]);
+            multiply_add<T>(upper, q[i / 4].at, b.at[0], b.at[1]);
+            multiply_add<T>(lower, q[i / 4].at, b.at[2], b.at[3]);
         }
         const int slot = first + lane % 4 * 2;
-        const float even = slot < to ? score[0] * factor : LOWEST, odd = slot + 1 < to ? score[1] * factor : LOWEST;
+        const float even = slot < to ? (upper[0] + lower[2]) * factor : LOWEST;
+        const float odd = slot + 1 < to ? (upper[1] + lower[3]) * factor : LOWEST;
         float largest = fmaxf(even, odd);
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));

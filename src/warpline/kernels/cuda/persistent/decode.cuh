@@ -47,7 +47,7 @@ class Decode {
     static constexpr int BIASES = (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;
     static constexpr int LARGEST = WIDTH > INNER ? WIDTH : INNER;
     static constexpr int PADDED = ceil_div(LARGEST, WARPS * TileOf::INPUTS) * WARPS * TileOf::INPUTS;
-    static constexpr int PITCH = ceil_div(PADDED * TileOf::SPREAD, 64) * 64 + 32;  // neighbouring rows on different banks
+    static constexpr int PITCH = ceil_div(PADDED, 64) * 64 + 32;  // neighbouring rows on different banks
     static constexpr int most(int a, int b) { return a > b ? a : b; }
     static constexpr int MOST_UNITS = most(most(M::QKV_UNITS, M::OUT_UNITS), most(M::FC_UNITS, M::PROJ_UNITS));
 
@@ -104,6 +104,7 @@ class Decode {
     unsigned tag;
     Word* words;  // of this turn
     int splits, layer, stamped = 0;
+    bool wrote = false;  // into the cache, in this token
 
     __device__ __forceinline__ void stamp() {
         if constexpr (M::STAMPS) {
@@ -117,6 +118,15 @@ class Decode {
         else return __float_as_uint(value[0]);
     }
 
+    // Two neighbours of a vector that every block needs in every token.
+    static __device__ __forceinline__ Vec<T, 2> load_pair(const T* vector, int index) {
+        const auto* at = reinterpret_cast<const unsigned*>(vector) + index * (2 / PER);
+        Vec<unsigned, 2 / PER> bits;
+#pragma unroll
+        for (int i = 0; i < 2 / PER; ++i) bits.at[i] = load_kept(at + i);
+        return reinterpret_cast<const Vec<T, 2>&>(bits);
+    }
+
     // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(i, row, column) has two neighbours.
     template <typename Load>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, Load load) {
@@ -126,8 +136,8 @@ class Decode {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             if (lane + i * STRIDE >= PAIRS) continue;
-            scale[i] = reinterpret_cast<const Vec<T, 2>*>(gamma)[lane + i * STRIDE];
-            shift[i] = reinterpret_cast<const Vec<T, 2>*>(beta)[lane + i * STRIDE];
+            scale[i] = load_pair(gamma, lane + i * STRIDE);
+            shift[i] = load_pair(beta, lane + i * STRIDE);
         }
 #pragma unroll
         for (int first = 0; first < ROWS; first += TEAMS) {
@@ -166,9 +176,7 @@ class Decode {
                 for (int j = 0; j < 2; ++j) {
                     v[i][j] = (v[i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]);
                 }
-                T* target = desk.h + row * PITCH;
-                if constexpr (PER == 2) TileOf::put(target, 2 * (lane + i * STRIDE), pack_pair<T>(v[i][0], v[i][1]));
-                else TileOf::put(target, 2 * (lane + i * STRIDE), __float_as_uint(v[i][0]), __float_as_uint(v[i][1]));
+                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + 2 * (lane + i * STRIDE)) = {from_float<T>(v[i][0]), from_float<T>(v[i][1])};
             }
         }
         sync_threads<THREADS>();
@@ -237,7 +245,7 @@ class Decode {
             }
             const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
             const Word* posted = words + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
-            const bool wrote = Attention::run(desk.attention, a.k + place, a.v + place, part, factor, posted, WIDTH / PER, tag, desk.dog);
+            wrote |= Attention::run(desk.attention, a.k + place, a.v + place, part, factor, posted, WIDTH / PER, tag, desk.dog);
             const int thread = thread_index();
             if (thread < DEPTH / PER) {
                 float value[PER];
@@ -246,15 +254,15 @@ class Decode {
                 post(target + thread, packed(value), tag);
                 if (thread < 2) post(target + DEPTH / PER + thread, weight, tag);
             }
-            if (wrote) __threadfence();  // in the cache before anything that this block posts from now on
         }
     }
 
     // The heads' outputs into desk.h, parts of a context merged in order.
     __device__ __forceinline__ void gather_attention() {
         constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = 2;
-        for (int i = thread_index(); i < ROWS * PAIRS; i += THREADS) {
-            const int row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
+        const int thread = thread_index();
+        for (int first = thread - thread % WARP; first < ROWS * PAIRS; first += THREADS) {  // whole warps
+            const int i = min(first + thread % WARP, ROWS * PAIRS - 1), row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
             const Word* from = words + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
             const int at = column % DEPTH / PER;
             Vec<unsigned, 2> result;
@@ -265,19 +273,20 @@ class Decode {
                 result = {pair.payload(0), pair.payload(1)};
             } else {
                 float heaviest = LOWEST, total = 0.f, sum[2 * PER] = {};
-                for (int first = 0; first < splits; first += AT_ONCE) {
+#pragma unroll 1
+                for (int split = 0; split < splits; split += AT_ONCE) {
                     Pair part[AT_ONCE], weights[AT_ONCE];
 #pragma unroll
                     for (int s = 0; s < AT_ONCE; ++s) {
-                        if (first + s >= splits) continue;
-                        part[s].load(from + (first + s) * HEAD_WORDS + at);
-                        weights[s].load(from + (first + s) * HEAD_WORDS + DEPTH / PER);
+                        if (split + s >= splits) continue;
+                        part[s].load(from + (split + s) * HEAD_WORDS + at);
+                        weights[s].load(from + (split + s) * HEAD_WORDS + DEPTH / PER);
                     }
 #pragma unroll
                     for (int s = 0; s < AT_ONCE; ++s) {
-                        if (first + s >= splits) continue;
-                        await(part[s], from + (first + s) * HEAD_WORDS + at, tag, desk.dog);
-                        await(weights[s], from + (first + s) * HEAD_WORDS + DEPTH / PER, tag, desk.dog);
+                        if (split + s >= splits) continue;
+                        await(part[s], from + (split + s) * HEAD_WORDS + at, tag, desk.dog);
+                        await(weights[s], from + (split + s) * HEAD_WORDS + DEPTH / PER, tag, desk.dog);
                         const float weight = __uint_as_float(weights[s].payload(0)), before = heaviest;
                         heaviest = fmaxf(heaviest, weight);
                         const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
@@ -294,7 +303,7 @@ class Decode {
                 for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
                 result = reinterpret_cast<const Vec<unsigned, 2>&>(value);
             }
-            TileOf::put(desk.h + row * PITCH, column, result.at[0], result.at[1]);
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + row * PITCH + column) = result;
         }
         sync_threads<THREADS>();
     }
@@ -302,7 +311,8 @@ class Decode {
     __device__ __forceinline__ void gather_hidden() {
         constexpr int PAIRS = INNER / (2 * PER);
         gather<ROWS * PAIRS, THREADS>(words + FC_AT, thread_index(), tag, desk.dog, [&](int, int at, const Pair& pair) {
-            TileOf::put(desk.h + at / PAIRS * PITCH, at % PAIRS * (2 * PER), pair.payload(0), pair.payload(1));
+            const Vec<unsigned, 2> bits = {pair.payload(0), pair.payload(1)};
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / PAIRS * PITCH + at % PAIRS * (2 * PER)) = bits;
         });
         sync_threads<THREADS>();
     }
@@ -370,7 +380,7 @@ class Decode {
                 tape.take(held, TILES - tile);
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
-                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], x + (tile + i) * (TileOf::INPUTS * TileOf::SPREAD), PITCH);
+                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
                 }
             }
             float result[TileOf::RESULTS];
@@ -522,6 +532,8 @@ class Decode {
         layer = M::LAYERS;
         normalise_posted(vectors(0), vectors(WIDTH), before, tag - 1);
         stamp();
+        if (wrote) __threadfence();  // in the cache before the next token, and while there is time
+        wrote = false;
         if constexpr (M::LOGITS) {
             head([&](int output, int row, float value, int) {
                 if (row < a.batch) a.logits[static_cast<long long>(row) * M::VOCAB + output] = value;

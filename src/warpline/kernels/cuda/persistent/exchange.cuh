@@ -7,6 +7,7 @@
 // A grid barrier costs 0.93 us on an H200 and the read behind it about as much again; this replaces both.
 #pragma once
 #include "common.cuh"
+#include "ptx.cuh"
 
 namespace warpline {
 
@@ -23,8 +24,15 @@ using Word = unsigned long long;  // tag in the upper half
 template <typename T>
 constexpr int PER_WORD = 4 / sizeof(T);
 
+// The weights that pass through L2 between two turns would push the words out of it, and the next turn would wait for
+// memory.
 __device__ __forceinline__ void post(Word* at, unsigned payload, unsigned tag) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(static_cast<Word>(tag) << 32 | payload) : "memory");
+    const Word word = static_cast<Word>(tag) << 32 | payload;
+#if __CUDA_ARCH__ >= 800
+    asm volatile("st.relaxed.gpu.global.L2::cache_hint.u64 [%0], %1, %2;" ::"l"(at), "l"(word), "l"(keeping()) : "memory");
+#else
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(word) : "memory");
+#endif
 }
 
 // Two words that are both needed.
@@ -32,7 +40,14 @@ struct Pair {
     Word at[2];
 
     __device__ __forceinline__ void load(const Word* from) {
+#if __CUDA_ARCH__ >= 800
+        asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v2.u64 {%0, %1}, [%2], %3;"
+                     : "=l"(at[0]), "=l"(at[1])
+                     : "l"(from), "l"(keeping())
+                     : "memory");
+#else
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(at[0]), "=l"(at[1]) : "l"(from) : "memory");
+#endif
     }
     __device__ __forceinline__ bool carries(unsigned tag) const {
         return static_cast<unsigned>(at[0] >> 32) == tag && static_cast<unsigned>(at[1] >> 32) == tag;
@@ -84,9 +99,10 @@ class Watch {
     }
 };
 
-// Reads again until both words carry the tag.
+// Reads again until both words carry the tag. A whole warp calls it and goes on together: lanes that left one by one would
+// each do what follows on their own. A lane without a pair of its own reads another's.
 __device__ __forceinline__ void await(Pair& pair, const Word* from, unsigned tag, const Watchdog& dog) {
-    while (!pair.carries(tag) && !dog.dead) pair.load(from);
+    while (!__all_sync(0xffffffffu, pair.carries(tag)) && !dog.dead) pair.load(from);
 }
 
 // Sixteen bytes of payload.
@@ -104,23 +120,25 @@ struct Quad {
     }
 };
 
-// Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`, asked for a few at once: f(i, index of the pair, pair).
+// Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`, asked for a few at once: f(i, index of the pair, pair). Whole
+// warps call it.
 template <int COUNT, int STRIDE, typename F>
 __device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag, const Watchdog& dog, F f) {
     constexpr int EACH = ceil_div(COUNT, STRIDE), AT_ONCE = EACH < 4 ? EACH : 4;
+    constexpr bool EVEN = COUNT % STRIDE == 0;
 #pragma unroll
     for (int first = 0; first < EACH; first += AT_ONCE) {
         Pair pair[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (lane + (first + i) * STRIDE < COUNT) pair[i].load(words + 2 * (lane + (first + i) * STRIDE));
+            const int at = lane + (first + i) * STRIDE;
+            pair[i].load(words + 2 * (EVEN ? at : min(at, COUNT - 1)));
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int at = lane + (first + i) * STRIDE;
-            if (at >= COUNT) continue;
-            await(pair[i], words + 2 * at, tag, dog);
-            f(first + i, at, pair[i]);
+            await(pair[i], words + 2 * (EVEN ? at : min(at, COUNT - 1)), tag, dog);
+            if (EVEN || at < COUNT) f(first + i, at, pair[i]);
         }
     }
 }

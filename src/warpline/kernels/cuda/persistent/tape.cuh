@@ -21,46 +21,31 @@ constexpr int TILE_OUTPUTS = 8;
 
 // Sums of products of tiles and up to eight rows. Lane 4g + t has of output g (of the tile) the inputs from t * WIDTH on.
 // `results` names the sums that a lane ends with: f(which, output, row).
+//
+// On tensor cores the rows are a and the tile is b. Of a's sixteen rows only eight can be anybody's, and a lane's sixteen
+// bytes of a row fill both: pairs of inputs 0 and 2 in its own row, 1 and 3 eight rows below. So the tape has a lane's
+// pairs in the order 0, 2, 1, 3, the first two are multiplied with all of a and the last two as well, and each product
+// is looked at in the rows where it means something. Nothing is moved between registers.
 template <typename T, int ROWS>
-struct TileSums {  // on tensor cores: the rows are a, the tile is b
+struct TileSums {
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = 2;
-    // The second eight rows of a are nobody's and may hold anything. One row is stored with every pair of neighbours
-    // twice, so that what a lane loads is a fragment as it stands.
-    static constexpr int SPREAD = ROWS == 1 ? 2 : 1;
-    float even[4] = {}, odd[4] = {};
-
-    // Puts one or two words (pairs of neighbours) of a row where `add` will look for them.
-    static __device__ __forceinline__ void put(T* row, int column, unsigned pair) {
-        if constexpr (SPREAD == 2) *reinterpret_cast<Vec<unsigned, 2>*>(row + 2 * column) = {pair, pair};
-        else *reinterpret_cast<unsigned*>(row + column) = pair;
-    }
-    static __device__ __forceinline__ void put(T* row, int column, unsigned first, unsigned second) {
-        if constexpr (SPREAD == 2) *reinterpret_cast<Bits*>(row + 2 * column) = {first, first, second, second};
-        else *reinterpret_cast<Vec<unsigned, 2>*>(row + column) = {first, second};
-    }
+    using Rows = Bits;
+    float upper[4] = {}, lower[4] = {};
 
     // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
     // and nobody reads what they make of it.
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
         const int lane = thread % WARP, row = lane / 4;
-        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * (WIDTH * SPREAD);
+        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH;
     }
-    __device__ __forceinline__ void add(const Bits& tile, const T* x, int) {
-        const Bits rows = *reinterpret_cast<const Bits*>(x);
-        if constexpr (SPREAD == 2) {
-            const Bits more = *reinterpret_cast<const Bits*>(x + WIDTH);
-            multiply_add<T>(even, rows.at, tile.at[0], tile.at[1]);
-            multiply_add<T>(odd, more.at, tile.at[2], tile.at[3]);
-        } else {
-            const unsigned first[4] = {rows.at[0], rows.at[0], rows.at[1], rows.at[1]};
-            const unsigned second[4] = {rows.at[2], rows.at[2], rows.at[3], rows.at[3]};
-            multiply_add<T>(even, first, tile.at[0], tile.at[1]);
-            multiply_add<T>(odd, second, tile.at[2], tile.at[3]);
-        }
+    static __device__ __forceinline__ Rows load(const T* x, int) { return *reinterpret_cast<const Bits*>(x); }
+    __device__ __forceinline__ void add(const Bits& tile, const Rows& rows) {
+        multiply_add<T>(upper, rows.at, tile.at[0], tile.at[1]);
+        multiply_add<T>(lower, rows.at, tile.at[2], tile.at[3]);
     }
     __device__ __forceinline__ void finish(float (&result)[RESULTS]) {
-        result[0] = even[0] + odd[0];
-        result[1] = even[1] + odd[1];
+        result[0] = upper[0] + lower[2];
+        result[1] = upper[1] + lower[3];
     }
     template <typename F>
     static __device__ __forceinline__ void results(int thread, F f) {
@@ -73,20 +58,24 @@ struct TileSums {  // on tensor cores: the rows are a, the tile is b
 
 template <int ROWS>
 struct TileSums<float, ROWS> {
-    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS, SPREAD = 1;
+    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS;
+    struct Rows {
+        Vec<float, 4> of[ROWS];
+    };
     float sum[ROWS] = {};
 
-    static __device__ __forceinline__ void put(float* row, int column, unsigned first, unsigned second) {
-        *reinterpret_cast<Vec<unsigned, 2>*>(row + column) = {first, second};
-    }
-
     static __device__ __forceinline__ const float* lane_of(int thread, const float* x, int) { return x + thread % 4 * WIDTH; }
-    __device__ __forceinline__ void add(const Bits& tile, const float* x, int pitch) {
+    static __device__ __forceinline__ Rows load(const float* x, int pitch) {
+        Rows rows;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) rows.of[row] = *reinterpret_cast<const Vec<float, 4>*>(x + row * pitch);
+        return rows;
+    }
+    __device__ __forceinline__ void add(const Bits& tile, const Rows& rows) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            const Vec<float, 4> v = *reinterpret_cast<const Vec<float, 4>*>(x + row * pitch);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sum[row] = fmaf(__uint_as_float(tile.at[i]), v.at[i], sum[row]);
+            for (int i = 0; i < 4; ++i) sum[row] = fmaf(__uint_as_float(tile.at[i]), rows.of[row].at[i], sum[row]);
         }
     }
     __device__ __forceinline__ void finish(float (&result)[RESULTS]) {
@@ -286,12 +275,15 @@ class Product {
     template <typename Tape>
     __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
         const int thread = thread_index();
-        x = Sums::lane_of(thread, x, pitch) + thread / WARP * (Sums::INPUTS * Sums::SPREAD);
-        constexpr int STRIDE = WARPS * Sums::INPUTS * Sums::SPREAD;
+        x = Sums::lane_of(thread, x, pitch) + thread / WARP * Sums::INPUTS;
+        constexpr int STRIDE = WARPS * Sums::INPUTS, KEPT = ROWS * STEPS <= 4 ? STEPS : 0;
+        typename Sums::Rows kept[KEPT > 0 ? KEPT : 1];  // what several units are multiplied with, where it is little
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) kept[i] = Sums::load(x + i * STRIDE, pitch);
         Sums sums;
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {  // units that there are not come out as anything
-            sums.add(held[i], x + i % STEPS * STRIDE, pitch);
+            sums.add(held[i], KEPT > 0 ? kept[KEPT > 0 ? i % STEPS : 0] : Sums::load(x + i % STEPS * STRIDE, pitch));
             if (i % STEPS == STEPS - 1) {
                 leave(sums, i / STEPS, partial, thread);
                 sums = {};
@@ -303,7 +295,7 @@ class Product {
 #pragma unroll
                 for (int i = 0; i < HELD; ++i) {
                     const int within = (first + i) % STEPS;
-                    sums.add(held[i], x + within * STRIDE, pitch);
+                    sums.add(held[i], Sums::load(x + within * STRIDE, pitch));
                     if (within == STEPS - 1 && first + i < steps) {
                         leave(sums, (first + i) / STEPS, partial, thread);
                         sums = {};
