@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from warpline.kernels import compile as compiler
 from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.catalog.rows import LAYERNORM
 from warpline.kernels.compile import SOURCE, Binary, compile_many, compile_one
+from warpline.kernels.persistent import DecodeProgram, Extents
 from warpline.kernels.spec import KernelSpec, Variant
 
 HEADERS = sorted(SOURCE.rglob("*.cuh"))
@@ -257,3 +259,20 @@ def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str) -> None:
     warm = time.perf_counter() - start - cold
     assert cold < 9, cold
     assert warm < 0.6, warm
+
+
+#: Multiprocessors of a GPU of each generation.
+MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("arch", ARCH_LIMITS)
+def test_persistent_decode_can_cooperate_everywhere(arch: str, dtype: str) -> None:
+    extents = Extents(dtype, 768, 3072, 12, 12, 50257, 1, MULTIPROCESSORS[arch], arch)
+    for rows in {1, extents.most_rows}:
+        program = DecodeProgram(replace(extents, rows=rows))
+        report = compile_one(program, arch).report
+        assert report.registers is not None
+        assert report.shared_bytes is not None
+        shared = report.shared_bytes + extents.shared_bytes
+        assert resident_blocks(arch, program.threads, report.registers, shared) >= 1

@@ -246,6 +246,11 @@ class DecodeProgram:
         e = self.extents
         return f"decode {e.dtype} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
 
+    @property
+    def threads(self) -> int:
+        """Of a block: those that compute, and a warp that copies and watches."""
+        return (best_warps(self.extents) + 1) * THREADS_PER_WARP
+
     def translation_unit(self) -> str:
         """The CUDA C++ that instantiates it."""
         e, made = self.extents, plan(self.extents)
@@ -278,7 +283,7 @@ class DecodeProgram:
                 "    };",
                 "};",
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
-                f'extern "C" __global__ void __launch_bounds__({(made.warps + 1) * THREADS_PER_WARP}, 1)',
+                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',
                 f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",
                 "    warpline::Decode<Model>::launch(arguments);",
                 "}\n",
@@ -296,8 +301,7 @@ class DecodeKernel:
 
         self.program, self.device = program, device
         self._module = launch.Module(program, device, program.extents.arch, program.extents.shared_bytes)
-        threads = (best_warps(program.extents) + 1) * THREADS_PER_WARP
-        self._shape = Launch(program.extents.blocks, threads, program.extents.shared_bytes)
+        self._shape = Launch(program.extents.blocks, program.threads, program.extents.shared_bytes)
         self._module.require_cooperation(self._shape)
         count = self._module.read_int("warpline_decode_words")
         self.words = torch.zeros(count, dtype=torch.int64, device=device)

@@ -455,8 +455,8 @@ class Decode {
             if (a.window > 0) longest = min(longest, a.window);
             desk.goes_on = active && !desk.dog.dead;
             desk.splits = splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
-            desk.part = part_of(blockIdx.x);
             desk.parts = ceil_div(max(0, ROWS * HEADS * splits - static_cast<int>(blockIdx.x)), M::BLOCKS);
+            if (desk.parts > 0) desk.part = part_of(blockIdx.x);
         }
         sync_threads<THREADS>();
         splits = desk.splits;

@@ -131,11 +131,13 @@ __device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag
         Pair pair[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i >= EACH) continue;
             const int at = lane + (first + i) * STRIDE;
             pair[i].load(words + 2 * (EVEN ? at : min(at, COUNT - 1)));
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
+            if (first + i >= EACH) continue;
             const int at = lane + (first + i) * STRIDE;
             await(pair[i], words + 2 * (EVEN ? at : min(at, COUNT - 1)), tag, dog);
             if (EVEN || at < COUNT) f(first + i, at, pair[i]);
