@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL
-from warpline import LLM, SamplingParams
+from warpline import LLM
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
 from warpline.engine.executor import Executor, create
@@ -161,7 +161,7 @@ def test_forced_tokens_are_scored() -> None:
 
 def test_more_prompts_than_fit_take_turns() -> None:
     llm = LLM(SMALL, device="cuda", dtype="fp32", executor="persistent")
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = Params(temperature=0, max_tokens=8, ignore_eos=True)
     prompts = [[i, i + 1] for i in range(19)]
     many = [c.token_ids for c in llm.generate(prompts, params)]
     assert many == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]

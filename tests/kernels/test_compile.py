@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from warpline.errors import ConfigError, KernelError
-from warpline.hardware import ARCH_LIMITS, resident_blocks
+from warpline.hardware import ARCH_LIMITS, KNOWN_GPUS, resident_blocks
 from warpline.kernels import compile as compiler
 from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.catalog.rows import LAYERNORM
@@ -261,7 +261,7 @@ def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str) -> None:
 
 
 #: Multiprocessors of a GPU of each generation.
-MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170}
+MULTIPROCESSORS = {gpu.arch: gpu.units or 0 for gpu in KNOWN_GPUS}
 
 
 def test_persistent_decode_can_cooperate_everywhere() -> None:

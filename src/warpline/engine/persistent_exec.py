@@ -77,8 +77,8 @@ class PersistentExecutor(Executor):
 
     def _decode(self, state: State, n: int) -> None:
         """In one launch, unless a token takes more to choose than a draw from all."""
-        most = self.extents.most_rows
-        if state.batch > most:
+        most = self.most_rows
+        if most is not None and state.batch > most:
             raise ConfigError(
                 f"the persistent executor decodes up to {most} sequences of this model, not {state.batch}"
             )

@@ -60,7 +60,9 @@ class Module:
         status, able = driver.cuDeviceGetAttribute(kind, self.device)
         _check(driver, status, "asking for cooperative launches")
         if not able:
-            raise DeviceError("this GPU cannot launch cooperatively, which the persistent executor needs: use graph")
+            raise DeviceError(
+                "this GPU cannot launch cooperatively, which the persistent executor needs: use --executor torch"
+            )
         status, resident = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             self._function, shape.block, shape.shared_bytes
         )
@@ -68,7 +70,7 @@ class Module:
         room = resident * torch.cuda.get_device_properties(self.device).multi_processor_count
         if room < shape.grid:
             raise DeviceError(
-                f"{self.label} needs {shape.grid} blocks at once, this GPU holds {room}: use executor graph"
+                f"{self.label} needs {shape.grid} blocks at once, this GPU holds {room}: use --executor torch"
             )
 
     def launch(self, shape: Launch, pointers: ctypes.Array[Any], *, cooperative: bool = False) -> None:

@@ -19,7 +19,7 @@ from warpline.kernels.spec import CUDA_TYPES, THREADS_PER_WARP, Launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Outputs that one unit of a product has: TILE_OUTPUTS of persistent/tape.cuh.
+#: Outputs that one unit of a product has; the device code is checked to have as many.
 UNIT = 8
 #: Bytes of a tile: 16 for each lane.
 TILE_BYTES = 16 * THREADS_PER_WARP
@@ -106,7 +106,6 @@ class Extents:
     warps: int = 0  # 0: as many as divide the work best
     splits: int = 11  # parts of a context at most,
     span: int = 96  # of so many positions at least
-    pace: int = 0  # cycles between two steps of the tape
 
     @property
     def shared_bytes(self) -> int:
@@ -126,7 +125,7 @@ class Extents:
 
     @property
     def tile_inputs(self) -> int:
-        """Inputs of a tile: TileSums::INPUTS of persistent/tape.cuh."""
+        """Inputs of a tile; the device code is checked to have as many."""
         return 64 // DTYPE_BYTES[self.dtype]
 
     @property
@@ -174,7 +173,7 @@ class Plan:
         return sum(self.block_steps(stage, block) for stage in STAGES[:-1])
 
     def rows(self) -> list[list[int]]:
-        """As `BlockPlan` of persistent/decode.cuh has it."""
+        """As `BlockPlan` of persistent/layout.cuh has it."""
         return [
             [self.tape[b], self.steps[b], *(self.first[s][b] for s in STAGES), *(self.units[s][b] for s in STAGES)]
             for b in range(self.extents.blocks)
@@ -265,7 +264,6 @@ class DecodeProgram:
             "BLOCKS": e.blocks,
             "SPLITS": e.splits,
             "SPAN": e.span,
-            "PACE": e.pace,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES[:-1]},
             "SHARED_BYTES": e.shared_bytes,
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
@@ -282,6 +280,8 @@ class DecodeProgram:
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
                 "    };",
                 "};",
+                f"static_assert(warpline::TILE_OUTPUTS == {UNIT});",
+                f"static_assert(warpline::TileSums<Model::T, {e.rows}>::INPUTS == {e.tile_inputs});",
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',
                 f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",

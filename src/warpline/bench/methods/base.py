@@ -17,7 +17,7 @@ from warpline.bench.workloads import Case
 from warpline.model.weights import Weights
 
 #: About what torch.compile takes for a case, for planning.
-COMPILE_SECONDS = 20.0
+COMPILE_SECONDS = 25.0
 
 
 class Converted:

@@ -5,8 +5,8 @@
 // (sm_90) one thread of an extra warp does nothing but copy, at its own pace. With cp.async (sm_80) each lane copies its
 // own 16 bytes and is the only one to read them back, so it waits for nobody. Without (Turing) a lane loads its bytes into
 // registers when it takes them, which is before it waits for what they are multiplied with.
-// Tried and lost: every lane's own copies on sm_90 too. They start in bursts just when blocks exchange values, and a trip
-// to L2 then takes a microsecond: 252 us per token.
+// Tried and lost: every lane's own copies on sm_90 too, which keep addresses in registers that the stages need; pauses
+// between the copies, so that they do not come in bursts, which changed nothing.
 #pragma once
 #include "common.cuh"
 #include "persistent/exchange.cuh"
@@ -100,7 +100,7 @@ struct TapeRing {
     unsigned long long full[RING], empty[RING];
 };
 
-template <int WARPS, int RING, int PACE>
+template <int WARPS, int RING>
 class Tape {
     static constexpr int STEP = WARPS * WARP;  // in Bits
     using Ring = TapeRing<WARPS, RING>;
@@ -129,14 +129,10 @@ class Tape {
         }
     }
 
-    // What the thread does that copies for the block: all steps `times` over. It leaves at least PACE cycles between two
-    // steps of the layers, so that what the blocks say to each other is not held up behind a burst; of the LM head,
-    // during which they say nothing, none. It ends early when the block has.
-    static __device__ __forceinline__ void feed(const Bits* block, int steps, int head_steps, int times, Ring& ring,
-                                                Watch watch) {
+    // What the thread does that copies for the block: all steps `times` over. It ends early when the block has.
+    static __device__ __forceinline__ void feed(const Bits* block, int steps, int times, Ring& ring, Watch& watch) {
         int into = 0;
         unsigned free = 1;  // the first round finds every slot empty
-        long long next = clock64();
         for (int time = 0; time < times; ++time) {
             for (int step = 0; step < steps; ++step) {
                 while (!barrier_passed(ring.empty + into, free)) {
@@ -145,10 +141,6 @@ class Tape {
                         while (!barrier_passed(ring.full + i, i < into ? free ^ 1 : free)) continue;
                     }
                     return;
-                }
-                if (PACE > 0 && step < steps - head_steps) {
-                    while (clock64() < next) continue;
-                    next = clock64() + PACE;
                 }
                 copy_bulk(ring.slot[into], block + static_cast<long long>(step) * STEP, STEP * sizeof(Bits), ring.full + into);
                 if (++into == RING) {
@@ -246,12 +238,7 @@ template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS>
 class Product {
     using Sums = TileSums<T, ROWS>;
     static constexpr int TILES = ceil_div(INPUTS, Sums::INPUTS);
-
-   public:
     static constexpr int STEPS = ceil_div(TILES, WARPS);  // to a unit of TILE_OUTPUTS outputs
-    static constexpr int PADDED = STEPS * WARPS * Sums::INPUTS;
-
-   private:
     static constexpr int MOST = MOST_UNITS * STEPS, HELD = MOST < 8 ? MOST : 8;
     Bits held[HELD];
     int steps;

@@ -1,0 +1,85 @@
+// What the persistent decode kernel keeps where: a block's desk in shared memory, and the words of a turn in global memory.
+#pragma once
+#include "ops/matvec.cuh"
+#include "persistent/attention.cuh"
+#include "persistent/exchange.cuh"
+#include "persistent/tape.cuh"
+
+namespace warpline {
+
+// What one block does of a token; the host fills it in, one per block.
+struct BlockPlan {
+    int tape, steps;  // where its tape begins and how long it is, in steps
+    int first[5], units[5];  // of QKV, out-projection, FC, projection, LM head: units of TILE_OUTPUTS outputs
+};
+
+// M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
+//   vectors   LayerNorms and biases, layer by layer in the order of the checkpoint, then the last LayerNorm
+//   k, v      [layer, row, head, slot, depth], `cache_rows` rows of `capacity` slots
+//   logits    [row, vocab], where the launch is to leave them instead of choosing a token
+//   patience  of a wait, in nanoseconds
+//   count     of tokens, at most; tag: of the first turn
+template <typename M>
+struct Layout {
+    using T = typename M::T;
+    static constexpr int ROWS = M::ROWS, WARPS = M::WARPS, THREADS = WARPS * WARP, WIDTH = M::WIDTH, INNER = M::INNER;
+    static constexpr int HEADS = M::HEADS, DEPTH = WIDTH / HEADS, PER = PER_WORD<T>;
+    static constexpr int TEAM = WARPS >= power_of_two_from(ROWS) ? WARPS / power_of_two_from(ROWS) : 1;  // warps to a row
+    using TileOf = TileSums<T, ROWS>;
+    using Attention = PartAttention<T, DEPTH, WARPS>;
+
+    // --- shared memory ---
+
+    static constexpr int BIASES = (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;
+    static constexpr int LARGEST = WIDTH > INNER ? WIDTH : INNER;
+    static constexpr int PADDED = ceil_div(LARGEST, WARPS * TileOf::INPUTS) * WARPS * TileOf::INPUTS;
+    static constexpr int PITCH = ceil_div(PADDED, 64) * 64 + 32;  // neighbouring rows on different banks
+    static constexpr int most(int a, int b) { return a > b ? a : b; }
+    static constexpr int MOST_UNITS = most(most(M::QKV_UNITS, M::OUT_UNITS), most(M::FC_UNITS, M::PROJ_UNITS));
+
+    struct Row {
+        int length, token;              // so far, and the last of it
+        int known, limit, least;        // lengths: up to which tokens are given, at which it ends, before which it may not
+        int banned, key;                // the token that must not come next, and the key of its noise
+        float coolness;                 // 1 / temperature; 0 for the likeliest token
+        bool stops, active;             // whether the end of text ends it; whether it goes on
+    };
+
+    struct alignas(16) Desk {
+        T h[ROWS * PITCH];      // what is multiplied
+        float x[ROWS * WIDTH];  // the residual rows
+        alignas(16) float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
+        typename Attention::Shared attention;
+        T bias[M::LAYERS * BIASES];
+        alignas(16) float sums[WARPS], squares[WARPS];
+        BlockPlan plan;
+        unsigned long long best[ROWS];
+        Row rows[ROWS];
+        bool goes_on;
+        int splits, parts;  // of a context; of contexts, for this block to attend to
+        Part part;          // the first of them
+        Watchdog dog;
+    };
+    static constexpr int STEP_BYTES = THREADS * sizeof(Bits) + 16;  // and two barriers
+    static constexpr int FITS = (M::SHARED_BYTES - static_cast<int>(sizeof(Desk))) / STEP_BYTES;
+    static constexpr int RING = HAS_ASYNC_COPIES ? (FITS < 64 ? FITS : 64) : 1;
+    using Ring = TapeRing<WARPS, RING>;
+    using TapeOf = Tape<WARPS, RING>;
+    static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
+    static_assert(FITS > 8 || !HAS_ASYNC_COPIES, "too little shared memory");
+    static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");
+
+    template <int INPUTS, int UNITS>
+    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS>;
+
+    // --- the words of a turn ---
+
+    static constexpr int HEAD_WORDS = DEPTH / PER + 2;  // a head's part of the output, and twice its weight
+    static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
+    static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::SPLITS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
+    static constexpr int END_AT = FC_AT + ROWS * INNER / PER, TURN = END_AT + ROWS * WIDTH;
+    static constexpr int CANDIDATES_AT = 2 * TURN;  // two turns, then [2][block][row][2]
+    static constexpr int WORDS = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * 2;
+};
+
+}  // namespace warpline
