@@ -31,7 +31,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("model", [SMALL, "random:gpt2"])
 def test_fp32_tokens_equal_the_cpus(model: str) -> None:
-    cpu, gpu = LLM(model, device="cpu"), LLM(model, device="cuda", dtype="fp32")
+    cpu, gpu = LLM(model, device="cpu"), LLM(model, device="cuda", executor="torch", dtype="fp32")
     ours = [c.token_ids for c in gpu.generate(prompts(9), GREEDY)]
     assert ours == [c.token_ids for c in cpu.generate(prompts(9), GREEDY)]
     assert ours == [gpu.generate(prompt, GREEDY)[0].token_ids for prompt in prompts(9)]
@@ -41,27 +41,29 @@ def test_fp32_tokens_equal_the_cpus(model: str) -> None:
 @torch.no_grad()
 def test_half_precision_logits_are_close(dtype: str, epsilon: float) -> None:
     """Rounding errors of about 4 per layer add up like a random walk; logits of this model are of order 1."""
-    gpu = LLM("random:gpt2", device="cuda", dtype=dtype)
+    gpu = LLM("random:gpt2", device="cuda", executor="torch", dtype=dtype)
     ids = torch.tensor(prompts(1), device="cuda")
-    exact = LLM("random:gpt2", device="cuda", dtype="fp32").executor.model(ids)  # type: ignore[attr-defined]
+    exact = LLM("random:gpt2", device="cuda", executor="torch", dtype="fp32").executor.model(ids)  # type: ignore[attr-defined]
     half = gpu.executor.model(ids).float()  # type: ignore[attr-defined]
     assert (half - exact).std() < 8 * epsilon * (4 * 12) ** 0.5 * exact.std()
 
 
 @pytest.mark.parametrize("prompt", golden())
 def test_golden_stories(prompt: str) -> None:
-    (completion,) = LLM(device="cuda", dtype="fp32").generate(prompt, SamplingParams(temperature=0, max_tokens=300))
+    (completion,) = LLM(device="cuda", executor="torch", dtype="fp32").generate(
+        prompt, SamplingParams(temperature=0, max_tokens=300)
+    )
     assert list(completion.token_ids) == golden()[prompt]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_perplexity_of_stories(dtype: str) -> None:
-    scored = LLM(device="cuda", dtype=dtype).score(held_out())
+    scored = LLM(device="cuda", executor="torch", dtype=dtype).score(held_out())
     assert scored.nats_per_token == pytest.approx(NATS_PER_TOKEN, rel=TOLERANCE[dtype])
 
 
 def test_sampling_and_streaming() -> None:
-    gpu = LLM(SMALL, device="cuda")
+    gpu = LLM(SMALL, device="cuda", executor="torch")
     assert gpu.dtype == "fp16"
     params = SamplingParams(max_tokens=40, seed=3, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=2)
     (whole,) = gpu.generate("Hello", params)
@@ -94,7 +96,9 @@ def test_out_of_memory_is_one_line() -> None:
     from warpline.errors import DeviceError
 
     with pytest.raises(DeviceError, match="not enough free memory"):
-        LLM("random:n_layer=1,n_head=1,n_embd=64,n_positions=100", device="cuda")._borrow(100_000_000, 100)
+        LLM("random:n_layer=1,n_head=1,n_embd=64,n_positions=100", device="cuda", executor="torch")._borrow(
+            100_000_000, 100
+        )
 
 
 def test_weights_load_onto_the_gpu() -> None:

@@ -10,10 +10,10 @@ import torch
 from warpline.bench.kernels import random_inputs
 from warpline.errors import ConfigError
 from warpline.kernels import torch_ops
-from warpline.kernels.catalog import CATALOG
 from warpline.kernels.spec import KernelSpec
+from warpline.kernels.torch_ops import OPERATORS
 
-SPECS = pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
 
 
 def arguments(spec: KernelSpec, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -43,7 +43,7 @@ def test_usable_in_a_compiled_graph(spec: KernelSpec) -> None:
     assert torch.allclose(compiled(*inputs), double(*inputs))
 
 
-@pytest.mark.parametrize("spec", [spec for spec in CATALOG.values() if spec.numbers], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [spec for spec in OPERATORS.values() if spec.numbers], ids=lambda spec: spec.name)
 def test_numbers_are_passed_on(spec: KernelSpec) -> None:
     inputs = arguments(spec)
     changed = operator(spec)(*inputs, 1 if spec.numbers[0].is_int else 10.0)

@@ -50,7 +50,7 @@ def _random(buffer: Buffer, dtype: str, dims: Dims, generator: torch.Generator, 
         highest = dims[holds.upto] + holds.lowest
         lowest = highest - 1 if full and holds.lowest else holds.lowest
     elif not kind.is_floating_point:
-        lowest, highest = -(2**31), 2**31
+        lowest, highest = (0, 2) if kind == torch.bool else (-(2**31), 2**31)
     else:
         numbers = torch.empty(shape, device=generator.device)
         if holds.between is not None:

@@ -19,7 +19,7 @@ from warpline.engine.score import Score
 from warpline.engine.sequence import Completion, Timings, TokenLogprob
 from warpline.engine.sequence import Sequence as Row
 from warpline.engine.state import Progress, Request, State
-from warpline.errors import ConfigError, DeviceError, ModelError
+from warpline.errors import ConfigError, DeviceError, ModelError, one_of
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
 from warpline.model.tokenizer import END_OF_TEXT
@@ -28,6 +28,9 @@ from warpline.model.weights import explained_memory
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+
+#: Tokens of the first chunk behind a prompt's own.
+FIRST_CHUNK = 4
 
 
 class LLM:
@@ -48,7 +51,7 @@ class LLM:
         max_batch: int = 32,
     ):
         asked = EngineConfig(device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch)
-        chosen = executors.choose(asked.executor)
+        one_of(asked.executor, executors.EXECUTORS, "executor")
         self.device = hardware.describe(_torch_device(asked.device))
         torch_device = torch.device(_torch_device(asked.device))
         self.dtype = _dtype(asked.dtype, self.device)
@@ -56,6 +59,7 @@ class LLM:
         loaded = weights.load(model, dtype=self.dtype, device=str(torch_device))
         if asked.window is not None:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
+        chosen = executors.choose(asked.executor, torch_device, loaded.config)
         with explained_memory(f"running {model} as {self.dtype}"):
             self.executor = executors.create(chosen, loaded, torch_device, self.dtype)
         self.config = loaded.config
@@ -172,9 +176,11 @@ class Batch:
             self._take(state)
             self.prefill_seconds = time.perf_counter() - start
             yield
+            size = FIRST_CHUNK  # small at first, so that text is seen early, and then as large as the executor likes
             while left := [row.request.limit - row.length for row in self.rows if row.finish_reason is None]:
                 start = time.perf_counter()
-                steps = min(executor.chunk, max(left))
+                steps = min(size, executor.chunk, max(left))
+                size = min(2 * size, executor.chunk)
                 executor.decode(state, steps)
                 self._take(state)
                 self.decode_steps += steps

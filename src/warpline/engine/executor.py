@@ -7,14 +7,19 @@ import logging
 from abc import ABC, abstractmethod
 
 import torch
+from torch import Tensor
 
+from warpline.config import ACTIVATIONS, ModelConfig
 from warpline.engine.state import State
-from warpline.errors import one_of
+from warpline.errors import ConfigError
 from warpline.model.weights import TORCH_DTYPES, Weights
 
 #: Every executor and its home; loaded when chosen.
 EXECUTORS = {
+    "auto": "warpline.engine.auto_exec:AutoExecutor",
     "torch": "warpline.engine.torch_exec:TorchExecutor",
+    "kernels": "warpline.engine.kernels_exec:KernelsExecutor",
+    "graph": "warpline.engine.graph_exec:GraphExecutor",
     "persistent": "warpline.engine.persistent_exec:PersistentExecutor",
 }
 
@@ -25,7 +30,7 @@ class Executor(ABC):
     """Computes tokens. Reads and writes `State`; keeps nothing of a request itself."""
 
     name: str
-    #: Tokens to decode between two looks of the host.
+    #: Tokens to decode between two looks of the host, at most.
     chunk: int = 1
     #: Sequences that can be decoded together, if not any number.
     most_rows: int | None = None
@@ -50,6 +55,10 @@ class Executor(ABC):
     def check(self) -> None:  # noqa: B027 - most have nothing to check
         """Raise what went wrong on the device, if anything; called when the host has waited for it."""
 
+    def observe(self, state: State) -> dict[str, Tensor]:
+        """Decode one step and show what it computed, under the names of `diff.order`: a row for each sequence."""
+        raise ConfigError(f"the {self.name} executor does not show what it computes")
+
     @abstractmethod
     def _prefill(self, state: State) -> None:
         """Fill the cache with `state.tokens` up to each row's length, then take one step as `State` describes it."""
@@ -59,12 +68,14 @@ class Executor(ABC):
         """Take `n` steps as `State` describes them. No row is longer than `state.longest` before the first."""
 
 
-def choose(name: str) -> str:
-    """Resolve "auto" and check the name."""
-    one_of(name, ("auto", *EXECUTORS), "executor")
+def choose(name: str, device: torch.device, config: ModelConfig) -> str:
+    """Resolve "auto" where nothing is left to choose: without a GPU, or with a model that only torch runs."""
     if name != "auto":
         return name
-    logger.info("executor auto → torch: the only one there is so far")
+    if device.type == "cuda" and ACTIVATIONS[config.activation_function] == "gelu_tanh":
+        return name
+    reason = "there is no GPU" if device.type != "cuda" else f"no other runs {config.activation_function}"
+    logger.info("executor auto → torch: %s", reason)
     return "torch"
 
 

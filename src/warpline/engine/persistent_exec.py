@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from warpline.config import ACTIVATIONS
 from warpline.engine.executor import Executor
+from warpline.engine.prompts import PromptExecutor
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
 from warpline.engine.tape import record
-from warpline.engine.torch_exec import TorchExecutor
 from warpline.errors import ConfigError, DeviceError
 from warpline.kernels import persistent
 from warpline.kernels.launch import arch_of
@@ -19,7 +20,7 @@ from warpline.model.weights import Weights
 
 
 class PersistentExecutor(Executor):
-    """Weights on a tape, prompts by torch."""
+    """Weights on a tape."""
 
     name = "persistent"
     chunk = 32
@@ -40,7 +41,7 @@ class PersistentExecutor(Executor):
                 f"not {config.head_size} and {config.inner}: use --executor torch"
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._prompts = TorchExecutor(weights, device, dtype)
+        self._prompts = PromptExecutor(weights, device, dtype)
         self._wte, self._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
         extents = persistent.Extents(
@@ -59,9 +60,9 @@ class PersistentExecutor(Executor):
         self.most_rows = self.extents.most_rows
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
-        self._logits: torch.Tensor | None = None
+        self._logits: Tensor | None = None
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
-        self.stamps: torch.Tensor | None = None
+        self.stamps: Tensor | None = None
 
     def check(self) -> None:
         """Whether a launch had to end itself."""
@@ -84,18 +85,35 @@ class PersistentExecutor(Executor):
             )
         needs = state.needs
         if not (needs.penalty or needs.candidates or needs.min_p or needs.logprobs is not None):
-            self._launch(state, n, logits=False)
+            self._launch(state, n, self._program(state.batch, logits=False))
             return
+        program = self._program(state.batch, logits=True)
         for _ in range(n):
-            advance(state, self._launch(state, 1, logits=True))
+            advance(state, self._launch(state, 1, program))
+
+    def observe(self, state: State) -> dict[str, Tensor]:
+        """From a launch that keeps what its blocks exchange."""
+        program = self._program(state.batch, logits=True, observed=True)
+        logits = self._launch(state, 1, program)
+        torch.cuda.synchronize(self.device)
+        self.check()
+        exchanged = persistent.load(program, self._index).exchanged()
+        seen = {name: values[: state.batch].clone() for name, values in exchanged.items()}
+        seen["logits"] = logits.clone()
+        with torch.inference_mode():
+            advance(state, logits)
+        state.longest = min(state.longest + 1, state.capacity)
+        return seen
+
+    def _program(self, batch: int, *, logits: bool, observed: bool = False) -> persistent.DecodeProgram:
+        extents = replace(self.extents, rows=1 << (batch - 1).bit_length(), logits=logits)
+        return persistent.DecodeProgram(replace(extents, observed=True, splits=1) if observed else extents)
 
     @torch.inference_mode()
-    def _launch(self, state: State, n: int, *, logits: bool) -> torch.Tensor:
+    def _launch(self, state: State, n: int, program: persistent.DecodeProgram) -> Tensor:
         config, batch = self.config, state.batch
-        rows = 1 << (batch - 1).bit_length()
-        program = persistent.DecodeProgram(replace(self.extents, rows=rows, logits=logits))
         if self._logits is None or len(self._logits) < batch:
-            self._logits = torch.empty(rows, config.vocab_size, device=self.device)
+            self._logits = torch.empty(program.extents.rows, config.vocab_size, device=self.device)
         tensors = {
             "tape": self._tapes.tape,
             "plans": self._tapes.plans,

@@ -127,6 +127,7 @@ class State:
         self._fill(self.penalty, [p.repetition_penalty for p in params])
         self._fill(self.stops_at_eos, [not p.ignore_eos for p in params])
         self._fill(self.done, [False] * batch)
+        self.length[batch:], self.done[batch:] = 1, True  # rows not in use may be computed along
         self._fill(self.broken, [False] * batch)
         sampled = [p for p in params if p.temperature > 0]
         tops = [p.logprobs for p in params if p.logprobs is not None]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from warpline.engine.executor import Executor
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
-from warpline.model.gpt2 import GPT2
+from warpline.model.gpt2 import GPT2, Block
 from warpline.model.weights import Weights
 
 
@@ -47,6 +49,34 @@ class TorchExecutor(Executor):
             with self._chosen_kernels():
                 logits = self.model(ids, cache=state.cache, start=position, span=span)
             advance(state, logits[:, 0])
+
+    def observe(self, state: State) -> dict[str, Tensor]:
+        """By hooks on the modules."""
+        seen: dict[str, Tensor] = {}
+
+        def keeps(name: str) -> Callable[..., None]:
+            return lambda _module, _inputs, output: seen.update({name: output[:, 0].clone()})
+
+        def keeps_input(name: str) -> Callable[..., None]:
+            return lambda _module, inputs: seen.update({name: inputs[0][:, 0].clone()})
+
+        hooks = [self.model.register_forward_hook(keeps("logits"))]
+        for layer, module in enumerate(self.model.h):
+            block, h = cast(Block, module), f"h.{layer}"
+            hooks += [
+                block.register_forward_pre_hook(keeps_input(f"{h}.in")),
+                block.attn.c_attn.register_forward_hook(keeps(f"{h}.qkv")),
+                block.attn.c_proj.register_forward_pre_hook(keeps_input(f"{h}.attention")),
+                block.ln_2.register_forward_pre_hook(keeps_input(f"{h}.middle")),
+                block.mlp.c_proj.register_forward_pre_hook(keeps_input(f"{h}.hidden")),
+                block.register_forward_hook(keeps(f"h.{layer + 1}.in")),
+            ]
+        try:
+            self.decode(state, 1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
 
     @contextmanager
     def _chosen_kernels(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warpline.errors import ConfigError, DeviceError, KernelError
+from warpline.hardware import arch_number
 from warpline.kernels.compile import Program, compile_one, nvrtc_version
 from warpline.kernels.spec import Buffer, Dims, KernelSpec, Launch, Tunables, Variant
 
@@ -21,6 +22,7 @@ TORCH_TYPES = {
     "bf16": torch.bfloat16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "bool": torch.bool,
 }
 _NAMES = {kind: name for name, kind in TORCH_TYPES.items()}
 
@@ -60,9 +62,7 @@ class Module:
         status, able = driver.cuDeviceGetAttribute(kind, self.device)
         _check(driver, status, "asking for cooperative launches")
         if not able:
-            raise DeviceError(
-                "this GPU cannot launch cooperatively, which the persistent executor needs: use --executor torch"
-            )
+            raise DeviceError(f"this GPU cannot launch cooperatively, which {self.label} needs: use --executor graph")
         status, resident = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             self._function, shape.block, shape.shared_bytes
         )
@@ -70,28 +70,24 @@ class Module:
         room = resident * torch.cuda.get_device_properties(self.device).multi_processor_count
         if room < shape.grid:
             raise DeviceError(
-                f"{self.label} needs {shape.grid} blocks at once, this GPU holds {room}: use --executor torch"
+                f"{self.label} needs {shape.grid} blocks at once, this GPU holds {room}: use --executor graph"
             )
 
-    def launch(self, shape: Launch, pointers: ctypes.Array[Any], *, cooperative: bool = False) -> None:
-        """Enqueue one launch on torch's current stream; `pointers` lead to the arguments."""
+    def launch(
+        self, shape: Launch, pointers: ctypes.Array[Any], *, cooperative: bool = False, overlapping: bool = False
+    ) -> None:
+        """Enqueue one launch on torch's current stream; `pointers` lead to the arguments. A cooperative launch's blocks
+        run all at once; an overlapping launch may begin before the one ahead of it has ended."""
         driver = _driver()
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        start = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
-        more = () if cooperative else (0,)
-        (status,) = start(
-            self._function,
-            shape.grid,
-            1,
-            1,
-            shape.block,
-            1,
-            1,
-            shape.shared_bytes,
-            stream,
-            ctypes.addressof(pointers),
-            *more,
-        )
+        sizes = (shape.grid, 1, 1, shape.block, 1, 1, shape.shared_bytes, stream)
+        at = ctypes.addressof(pointers)
+        if overlapping:
+            (status,) = driver.cuLaunchKernelEx(_overlapping(driver, sizes), self._function, at, 0)
+        elif cooperative:
+            (status,) = driver.cuLaunchCooperativeKernel(self._function, *sizes, at)
+        else:
+            (status,) = driver.cuLaunchKernel(self._function, *sizes, at, 0)
         _check(driver, status, f"launching {self.label}")
 
 
@@ -102,10 +98,11 @@ class Kernel:
         self._module = Module(variant, device, arch, variant.smallest_launch.shared_bytes)
         self._parameters = variant.parameters()
 
-    def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int]) -> None:
+    def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int], *, overlapping: bool = False) -> None:
         """Enqueue one launch; `values` holds every argument by name."""
         cells = [_cell(argument, values[argument.name]) for argument in self._parameters]
-        self._module.launch(shape, (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells)))
+        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        self._module.launch(shape, pointers, overlapping=overlapping)
 
 
 def _cell(argument: Any, value: Tensor | float | int) -> Any:
@@ -178,10 +175,21 @@ class Call:
         for buffers, tensors in ((spec.inputs, inputs), (spec.outputs, self.outputs), (spec.scratches, scratch)):
             self._values |= {buffer.name: tensor for buffer, tensor in zip(buffers, tensors, strict=False)}
 
-    def launch(self) -> None:
-        """Enqueue it."""
+    @property
+    def program(self) -> tuple[Variant, str]:
+        """What is compiled for it, and for which GPU."""
+        return self._variant, self._target
+
+    def prepare(self) -> None:
+        """Load the kernel now, so that launching takes no longer the first time than later."""
         if not self._empty:
-            load(self._variant, self._device, self._target).launch(self._shape, self._values)
+            load(self._variant, self._device, self._target)
+
+    def launch(self, *, overlapping: bool = False) -> None:
+        """Enqueue it; to overlap with the launch ahead of it takes a GPU, and code for one, that can."""
+        if not self._empty:
+            kernel = load(self._variant, self._device, self._target)
+            kernel.launch(self._shape, self._values, overlapping=overlapping and arch_number(self._target) >= 90)
 
 
 def run(spec: KernelSpec, inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
@@ -212,6 +220,18 @@ def _is_vectorised(tensor: Tensor) -> bool:
         *(s for s, n in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if n > 1),
     ]
     return (tensor.stride(-1) == 1 or columns == 1) and all(start % width == 0 for start in starts)
+
+
+def _overlapping(driver: Any, sizes: Sequence[int]) -> Any:
+    """How such a launch is described."""
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:6]
+    config.sharedMemBytes, config.hStream = sizes[6:]
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def _driver() -> Any:

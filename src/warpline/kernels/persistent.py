@@ -102,6 +102,7 @@ class Extents:
     blocks: int  # one to a multiprocessor
     arch: str
     logits: bool = False  # leave logits behind instead of choosing tokens
+    observed: bool = False  # keep what blocks exchange, layer by layer
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best
     splits: int = 11  # parts of a context at most,
@@ -275,7 +276,7 @@ class DecodeProgram:
                 "struct Model {",
                 f"    using T = {CUDA_TYPES[e.dtype]};",
                 *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
-                f"    static constexpr bool LOGITS = {str(e.logits).lower()};",
+                f"    static constexpr bool LOGITS = {str(e.logits).lower()}, OBSERVED = {str(e.observed).lower()};",
                 "    struct Arguments {",
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
                 "    };",
@@ -306,6 +307,39 @@ class DecodeKernel:
         count = self._module.read_int("warpline_decode_words")
         self.words = torch.zeros(count, dtype=torch.int64, device=device)
         self._tag = 1
+
+    def exchanged(self) -> dict[str, Tensor]:
+        """What the blocks of the last launch exchanged, where the program is observed: under the names of the engine's
+        schedule, each with a row for a sequence. The words lie as persistent/layout.cuh has them."""
+        import torch
+
+        e = self.program.extents
+        per = 4 // DTYPE_BYTES[e.dtype]
+        kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[e.dtype]
+        depth = e.width // e.heads
+        head = depth // per + 2
+        shapes = {
+            "qkv": (3 * e.width // per, kind),
+            "heads": (e.heads * e.splits * head, kind),
+            "middle": (e.width, torch.float32),
+            "hidden": (e.inner // per, kind),
+            "end": (e.width, torch.float32),
+        }
+        turn = sum(e.rows * words for words, _ in shapes.values())
+        payload = self.words.view(torch.int32)[::2]  # the lower halves
+        found = {}
+        for layer in range(e.layers):
+            at = layer * turn
+            for name, (words, element) in shapes.items():
+                values = payload[at : at + e.rows * words].view(e.rows, words).contiguous()
+                at += e.rows * words
+                if name == "heads":
+                    values = (
+                        values.view(e.rows, e.heads, e.splits, head)[:, :, 0, : depth // per].flatten(1).contiguous()
+                    )
+                target = {"heads": f"h.{layer}.attention", "end": f"h.{layer + 1}.in"}.get(name, f"h.{layer}.{name}")
+                found[target] = values.contiguous().view(element)
+        return found
 
     def launch(self, count: int, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
         """Enqueue up to `count` tokens."""

@@ -22,8 +22,15 @@ Dims = Mapping[str, int]
 Tunables = Mapping[str, int]
 
 #: Element types in CUDA C++: the storage types, and what else a buffer may hold.
-CUDA_TYPES = {"fp32": "float", "fp16": "__half", "bf16": "__nv_bfloat16", "int32": "int", "int64": "long long"}
-ELEMENT_BYTES = {**DTYPE_BYTES, "int32": 4, "int64": 8}
+CUDA_TYPES = {
+    "fp32": "float",
+    "fp16": "__half",
+    "bf16": "__nv_bfloat16",
+    "int32": "int",
+    "int64": "long long",
+    "bool": "bool",
+}
+ELEMENT_BYTES = {**DTYPE_BYTES, "int32": 4, "int64": 8, "bool": 1}
 THREADS_PER_WARP = 32
 
 
@@ -60,6 +67,7 @@ STORAGE = Values()
 FLOAT = Values("fp32")
 BITS = Values("int32")
 INDEX = Values("int64")
+FLAG = Values("bool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,9 @@ class Buffer:
 
     name: str
     dims: tuple[str, ...]
-    role: str = "input"  # or "output", or "scratch": zero at first, left zero where it counts, otherwise any value
+    #: "input", "output", "updated" (an input that the op changes in part), or "scratch": zero at first, left zero where
+    #: it counts, otherwise any value.
+    role: str = "input"
     holds: Values = STORAGE
     #: The dimension whose extent says how many of its rows are read, if not all are.
     gathered_by: str | None = None
@@ -99,6 +109,7 @@ class Buffer:
         return {
             "input": f"const {kind}* __restrict__ {self.name}",
             "output": f"{kind}* __restrict__ {self.name}",
+            "updated": f"{kind}* __restrict__ {self.name}",
             "scratch": f"{kind}* {self.name}",
         }[self.role]
 
@@ -145,6 +156,11 @@ def views(name: str, dims: str) -> Buffer:
     return Buffer(name, tuple(dims.split()), strided=True)
 
 
+def updates(name: str, dims: str, holds: Values = STORAGE, *, strided: bool = False) -> Buffer:
+    """An input of which the op changes a part."""
+    return Buffer(name, tuple(dims.split()), "updated", holds, strided=strided)
+
+
 def writes(name: str, dims: str, holds: Values = STORAGE) -> Buffer:
     """An output."""
     return Buffer(name, tuple(dims.split()), "output", holds)
@@ -181,6 +197,8 @@ class KernelSpec:
     constants: tuple[str, ...] = ()
     #: Template constants behind those, the same for every variant.
     options: tuple[int, ...] = ()
+    #: Whether the device function itself calls `await_previous_launch`, because it has something to do before that.
+    awaits: bool = False
     #: Choices of each tunable; they are the last template constants.
     tunables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: Which combinations of them exist, for dimensions and dtype.
@@ -189,7 +207,8 @@ class KernelSpec:
     default: Callable[[Dims, str, str], Tunables]
     launch: Callable[[Dims, Tunables, str], Launch]
     flops: Callable[[Dims], int]
-    #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs.
+    #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs and then
+    #: what has become of the updated inputs.
     reference: Callable[..., tuple[Tensor, ...]]
     #: Other ways to do the same on a GPU, where the reference is not torch's best; all counts are full there.
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -201,18 +220,28 @@ class KernelSpec:
     test_dims: tuple[Dims, ...]
     bench_dims: tuple[Dims, ...]
 
-    def _buffers(self, role: str) -> list[Buffer]:
-        return [a for a in self.arguments if isinstance(a, Buffer) and a.role == role]
+    def _buffers(self, *roles: str) -> list[Buffer]:
+        return [a for a in self.arguments if isinstance(a, Buffer) and a.role in roles]
 
     @property
     def inputs(self) -> list[Buffer]:
-        """Buffers that are read."""
-        return self._buffers("input")
+        """Buffers that are read, some of which may be changed."""
+        return self._buffers("input", "updated")
 
     @property
     def outputs(self) -> list[Buffer]:
         """Buffers that are written."""
         return self._buffers("output")
+
+    @property
+    def updated(self) -> list[Buffer]:
+        """Inputs that are changed."""
+        return self._buffers("updated")
+
+    @property
+    def results(self) -> list[Buffer]:
+        """What the reference returns."""
+        return self.outputs + self.updated
 
     @property
     def scratches(self) -> list[Buffer]:
@@ -340,8 +369,11 @@ class Variant:
             [
                 f"// {self.label}",
                 f'#include "{spec.header}"',
+                '#include "ptx.cuh"',
                 f'extern "C" __global__ void __launch_bounds__({launch.block}, 1)',
                 f"{self.entry}({', '.join(declared)}) {{",
+                "    warpline::allow_next_launch();",
+                *(() if spec.awaits else ("    warpline::await_previous_launch();",)),
                 f"    warpline::{spec.function or spec.name}<{template}>({', '.join(passed)});",
                 "}\n",
             ]

@@ -15,6 +15,9 @@ from warpline.kernels import launch
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.spec import Buffer, KernelSpec, Scalar
 
+#: Those of the catalog; ops that change the engine's state are of no use without it.
+OPERATORS = {name: spec for name, spec in CATALOG.items() if not spec.updated}
+
 _library = torch.library.Library("warpline", "DEF")
 
 
@@ -77,5 +80,5 @@ def _register(spec: KernelSpec) -> None:
     torch.library.register_fake(f"warpline::{spec.name}", fake)
 
 
-for _spec in CATALOG.values():
+for _spec in OPERATORS.values():
     _register(_spec)

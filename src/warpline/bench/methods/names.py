@@ -8,6 +8,8 @@ METHODS = {
     "naive-compile": "ours:NaiveCompiled",
     "torch": "ours:OnTorch",
     "torch-compile": "ours:OnTorchCompiled",
+    "kernels": "ours:OnKernels",
+    "graph": "ours:OnGraph",
     "persistent": "ours:OnPersistent",
     "hf-eager": "hf:Eager",
     "hf-sdpa": "hf:Sdpa",
@@ -21,4 +23,4 @@ METHODS = {
 }
 
 #: Those that are ours to be proud of, or not.
-OURS = ("torch", "torch-compile", "persistent")
+OURS = ("torch", "torch-compile", "kernels", "graph", "persistent")

@@ -100,6 +100,22 @@ class OnTorchCompiled(OnTorch):
         self._executor.model = torch.compile(self._executor.model, dynamic=True)  # type: ignore[assignment]
 
 
+class OnKernels(_OnExecutor):
+    """The kernels executor: one launch per op."""
+
+    title = "warpline kernels executor"
+    executor = "kernels"
+    devices = ("cuda",)
+    startup_seconds = 3.0
+
+
+class OnGraph(OnKernels):
+    """The graph executor: one graph launch per token."""
+
+    title = "warpline graph executor"
+    executor = "graph"
+
+
 class OnPersistent(_OnExecutor):
     """The persistent executor: one launch decodes many tokens."""
 

@@ -10,6 +10,7 @@ CATALOG: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
         rows.EMBEDDING,
+        rows.NEWEST_EMBEDDING,
         rows.LAYERNORM,
         rows.RESIDUAL_LAYERNORM,
         rows.GELU,
@@ -20,8 +21,10 @@ CATALOG: dict[str, KernelSpec] = {
         *products.MATMULS,
         attention.FLASH_ATTENTION,
         attention.DECODE_ATTENTION,
+        attention.APPEND_ATTENTION,
         tokens.HEAD_ARGMAX,
         tokens.SAMPLE,
+        tokens.APPEND_TOKEN,
     )
 }
 

@@ -10,6 +10,7 @@ from warpline.hardware import arch_number
 from warpline.kernels.spec import (
     BITS,
     THREADS_PER_WARP,
+    Absent,
     Dims,
     KernelSpec,
     Launch,
@@ -18,6 +19,7 @@ from warpline.kernels.spec import (
     count_of,
     reads,
     scratch,
+    updates,
     views,
     writes,
 )
@@ -193,38 +195,72 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, scale:
     return ((scores.softmax(dim=-1) @ v).transpose(1, 2),)
 
 
-DECODE_ATTENTION = KernelSpec(
-    name="decode_attention",
-    summary="attention of one new query per sequence over the KV cache, split where it is long",
-    header="ops/decode_attention.cuh",
-    arguments=(
-        views("q", "batch heads 1 depth"),
-        views("k", "batch heads slots depth"),
-        views("v", "batch heads slots depth"),
-        reads("length", "batch", count_of("slots")),
-        writes("y", "batch 1 heads depth"),
-        scratch("parts", "batch heads splits depth+2"),
-        scratch("finished", "batch heads", BITS),
-        Scalar("heads"),
-        Scalar("slots"),
-        Scalar("window", 0),
-        Scalar("scale", lambda dims: dims["depth"] ** -0.5),
-    ),
-    constants=("depth",),
-    tunables={"warps": (4, 2, 8), "unroll": (4, 2, 8), "splits": (1, 2, 4, 8, 16)},
-    default=_decode_defaults,
-    launch=_decode_launch,
-    flops=lambda dims: (
-        4 * dims["batch"] * dims["heads"] * dims["depth"] * min(dims.get("window", 0) or dims["slots"], dims["slots"])
-    ),
-    reference=_decode,
-    peers={"SDPA": _sdpa, "three kernels": _plain},
-    test_dims=(
-        *(_cached(2, 2, slots) for slots in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
-        *(_cached(batch, 3, 100) for batch in range(1, 10)),
-        _cached(64, 12, 100),
-        *(_cached(3, 2, 300, window=window) for window in (1, 2, 63, 65, 299, 1000)),
-        *(_cached(2, 2, 300, depth=depth) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
-    ),
-    bench_dims=(_cached(1, 12, 128), _cached(1, 12, 1024), _cached(8, 12, 1024), _cached(64, 12, 1024)),
+def _append(
+    q: Tensor, new_k: Tensor, new_v: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, scale: float
+) -> tuple[Tensor, ...]:
+    import torch
+
+    row = torch.arange(len(q), device=q.device)
+    k, v = k.clone(), v.clone()
+    k[row, :, length - 1] = new_k[:, :, 0]
+    v[row, :, length - 1] = new_v[:, :, 0]
+    return *_decode(q, k, v, length, window, scale), k, v
+
+
+def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
+    new = "batch heads 1 depth"
+    cache = "batch heads slots depth"
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        header="ops/decode_attention.cuh",
+        function="decode_attention",
+        arguments=(
+            views("q", new),
+            views("new_k", new) if appends else Absent("new_k", "{}"),
+            views("new_v", new) if appends else Absent("new_v", "{}"),
+            updates("k", cache, strided=True) if appends else views("k", cache),
+            updates("v", cache, strided=True) if appends else views("v", cache),
+            reads("length", "batch", count_of("slots")),
+            writes("y", "batch 1 heads depth"),
+            scratch("parts", "batch heads splits depth+2"),
+            scratch("finished", "batch heads", BITS),
+            Scalar("heads"),
+            Scalar("slots"),
+            Scalar("window", 0),
+            Scalar("scale", lambda dims: dims["depth"] ** -0.5),
+        ),
+        constants=("depth",),
+        tunables={"warps": (4, 2, 8), "unroll": (4, 2, 8), "splits": (1, 2, 4, 8, 16)},
+        default=_decode_defaults,
+        launch=_decode_launch,
+        flops=lambda dims: (
+            4
+            * dims["batch"]
+            * dims["heads"]
+            * dims["depth"]
+            * min(dims.get("window", 0) or dims["slots"], dims["slots"])
+        ),
+        reference=_append if appends else _decode,
+        peers={} if appends else {"SDPA": _sdpa, "three kernels": _plain},
+        test_dims=(
+            *(_cached(2, 2, slots) for slots in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
+            *(_cached(batch, 3, 100) for batch in range(1, 10)),
+            _cached(64, 12, 100),
+            *(_cached(3, 2, 300, window=window) for window in (1, 2, 63, 65, 299, 1000)),
+            *(_cached(2, 2, 300, depth=depth) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
+        ),
+        bench_dims=(_cached(1, 12, 128), _cached(1, 12, 1024), _cached(8, 12, 1024), _cached(64, 12, 1024)),
+    )
+
+
+DECODE_ATTENTION = _decode_op(
+    "decode_attention",
+    "attention of one new query per sequence over the KV cache, split where it is long",
+    appends=False,
+)
+APPEND_ATTENTION = _decode_op(
+    "append_attention",
+    "the same, with the new key and value put into the cache on the way",
+    appends=True,
 )

@@ -120,6 +120,7 @@ def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, 
         name=name,
         summary=summary,
         header="ops/matvec.cuh",
+        awaits=True,
         function="matvec",
         arguments=(
             reads("x", "rows inputs"),

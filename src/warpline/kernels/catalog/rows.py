@@ -15,6 +15,7 @@ from warpline.kernels.spec import (
     Launch,
     Scalar,
     Tunables,
+    count_of,
     index_into,
     reads,
     writes,
@@ -60,6 +61,10 @@ def _compiled() -> Any:
 
 def _softmax(x: Tensor) -> tuple[Tensor, ...]:
     return (x.softmax(dim=-1),)
+
+
+def _newest(tokens: Tensor, length: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
+    return _embedding(tokens.gather(1, length[:, None] - 1)[:, 0], length - 1, wte, wpe)
 
 
 def _embedding(ids: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
@@ -225,4 +230,24 @@ EMBEDDING = _row_op(
     default=_embedding_defaults,
     test_dims=_tests(1600, vocab=50, places=33),
     bench_dims=_bench(768, vocab=50257, places=1024),
+)
+
+NEWEST_EMBEDDING = _row_op(
+    name="newest_embedding",
+    summary="token plus position embedding of each sequence's newest token",
+    header="ops/embedding.cuh",
+    arguments=(
+        reads("tokens", "rows capacity", index_into("vocab")),
+        reads("length", "rows", count_of("places")),
+        reads("wte", "vocab columns", gathered_by="rows"),
+        reads("wpe", "places columns", gathered_by="rows"),
+        writes("y", "rows columns"),
+        Scalar("rows"),
+        Scalar("capacity"),
+    ),
+    flops=lambda dims: dims["rows"] * dims["columns"],
+    reference=_newest,
+    default=_embedding_defaults,
+    test_dims=_tests(1600, vocab=50, places=33, capacity=40),
+    bench_dims=_bench(768, vocab=50257, places=1024, capacity=1024),
 )

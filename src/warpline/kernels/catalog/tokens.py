@@ -9,6 +9,7 @@ from warpline.kernels.catalog.products import matvec_allows, on_tensor_cores, ro
 from warpline.kernels.noise import gumbel
 from warpline.kernels.spec import (
     BITS,
+    FLAG,
     FLOAT,
     INDEX,
     THREADS_PER_WARP,
@@ -22,6 +23,7 @@ from warpline.kernels.spec import (
     index_into,
     reads,
     scratch,
+    updates,
     writes,
 )
 
@@ -61,6 +63,7 @@ HEAD_ARGMAX = KernelSpec(
     name="head_argmax",
     summary="final LayerNorm, LM head and the likeliest token of 1 to 8 rows; logits are never stored",
     header="ops/matvec.cuh",
+    awaits=True,
     arguments=(
         reads("x", "rows inputs"),
         reads("gamma", "inputs"),
@@ -169,4 +172,59 @@ SAMPLE = KernelSpec(
         _sampling(33, 50257, 1024),
     ),
     bench_dims=(_sampling(1, 50257, 1024), _sampling(8, 50257, 1024), _sampling(64, 50257, 1024)),
+)
+
+
+def _append(
+    token: Tensor,
+    logit: Tensor,
+    known: Tensor,
+    limit: Tensor,
+    stops_at_eos: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    done: Tensor,
+    broken: Tensor,
+    eos: int,
+) -> tuple[Tensor, ...]:
+    import torch
+
+    tokens, slot = tokens.clone(), length.clamp(max=tokens.shape[1] - 1)[:, None]  # a done row may be full
+    chosen = torch.where(done | (length < known), tokens.gather(1, slot)[:, 0], token)
+    tokens.scatter_(1, slot, chosen[:, None])
+    grown = length + ~done
+    ended = done | ((chosen == eos) & stops_at_eos) | (grown >= limit)
+    return tokens, grown, ended, broken | (~logit.isfinite() & ~done)
+
+
+def _rows(rows: int, capacity: int) -> Dims:
+    return {"rows": rows, "capacity": capacity}
+
+
+APPEND_TOKEN = KernelSpec(
+    name="append_token",
+    summary="the end of a step: tokens, lengths, and which sequences are done",
+    header="ops/append_token.cuh",
+    arguments=(
+        reads("token", "rows", index_into("capacity")),
+        reads("logit", "rows"),
+        reads("known", "rows", index_into("capacity")),
+        reads("limit", "rows", count_of("capacity")),
+        reads("stops_at_eos", "rows", FLAG),
+        updates("tokens", "rows capacity", index_into("capacity")),
+        updates("length", "rows", index_into("capacity")),
+        updates("done", "rows", FLAG),
+        updates("broken", "rows", FLAG),
+        Scalar("rows"),
+        Scalar("capacity"),
+        Scalar("eos", -1),
+    ),
+    tunables={"block": (256, 32)},
+    default=lambda _dims, _dtype, _arch: {"block": 256},
+    launch=lambda dims, tunables, _dtype: Launch(-(-dims["rows"] // tunables["block"]), tunables["block"]),
+    flops=lambda dims: dims["rows"],
+    reference=_append,
+    dtypes=("fp32",),
+    test_dims=tuple(_rows(rows, 20) for rows in (1, 2, 3, 9, 300)),
+    bench_dims=(_rows(1, 1024), _rows(256, 1024)),
 )

@@ -4,6 +4,24 @@
 
 namespace warpline {
 
+// --- launches that overlap ---
+// A launch may begin before the one ahead of it in the stream has ended, where the host allows it. Otherwise both of these
+// do nothing.
+
+// The next launch may begin: all blocks of this one are there.
+__device__ __forceinline__ void allow_next_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// What earlier launches wrote is there from here on, and what they read may be overwritten.
+__device__ __forceinline__ void await_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // --- approximate functions ---
 
 // sm_75 and newer; relative error about 2^-11.

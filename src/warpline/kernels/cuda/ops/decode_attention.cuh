@@ -5,7 +5,8 @@
 // Every group of lanes keeps its own online softmax; they are merged once, at the end, in a fixed order. Where sequences
 // and heads alone would leave the GPU idle, the cache is cut into SPLITS parts, and whichever block finishes a head last
 // merges its parts.
-// Of sequence b the slots 0 ... length[b]-1 count; with window > 0 only the last that many of them are read.
+// Of sequence b the slots 0 ... length[b]-1 count; with window > 0 only the last that many of them are read. Where there
+// are `new_k` and `new_v`, they are the key and value of the last slot and are put into the cache on the way.
 // Traffic: keys and values once.
 #pragma once
 #include "online.cuh"
@@ -51,9 +52,9 @@ __device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float fa
 }
 
 template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>
-__device__ __forceinline__ void decode_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y,
-                                                 float* parts, int* finished, int heads, int slots, int window,
-                                                 float scale) {
+__device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<T> new_v, View<T> k, View<T> v,
+                                                 const long long* length, T* y, float* parts, int* finished, int heads,
+                                                 int slots, int window, float scale) {
     constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
@@ -90,9 +91,15 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> k, View<T> v
             for (int s = 0; s < STEPS; ++s) {
                 key[u][s] = {};
                 value[u][s] = {};
-                if (slot < to && s * LANES + lane < VECTORS) {
-                    key[u][s] = reinterpret_cast<const Pack*>(keys + slot * k.row)[s * LANES + lane];
-                    value[u][s] = reinterpret_cast<const Pack*>(values + slot * v.row)[s * LANES + lane];
+                const int at = s * LANES + lane;
+                if (slot < to && at < VECTORS) {
+                    const bool is_new = new_k.data != nullptr && slot == end - 1;
+                    key[u][s] = reinterpret_cast<const Pack*>(is_new ? new_k.rows(sequence, head) : keys + slot * k.row)[at];
+                    value[u][s] = reinterpret_cast<const Pack*>(is_new ? new_v.rows(sequence, head) : values + slot * v.row)[at];
+                    if (is_new) {
+                        reinterpret_cast<Pack*>(const_cast<T*>(keys + slot * k.row))[at] = key[u][s];
+                        reinterpret_cast<Pack*>(const_cast<T*>(values + slot * v.row))[at] = value[u][s];
+                    }
                 }
             }
         }

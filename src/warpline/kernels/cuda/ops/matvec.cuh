@@ -2,7 +2,7 @@
 //
 // The idea: with ROWS of 1 to 8 the product is a read of the weights. A warp takes a few rows of the weight matrix and
 // multiplies them with all rows of x at once, 16 bytes of weights per lane and load. The first loads are under way before
-// x is looked at, so that the LayerNorm, which every block does for itself, hides behind them. SHARERS warps may share an
+// x is looked at, or even there, so that the launch and the LayerNorm, which every block does for itself, hide behind them. SHARERS warps may share an
 // output where there are few outputs and many inputs. Sums meet in a fixed order.
 // One row is a matter for ordinary arithmetic. From two rows on, in half precision, tensor cores do it: a product does
 // not care in which order it runs through the inputs, so the 16 bytes a lane has loaded serve as fragments as they are.
@@ -180,7 +180,8 @@ struct WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL> {
 template <typename T, int INPUTS>
 constexpr int ROW_PITCH = ceil_div(INPUTS, 64) * 64 + 32;
 
-// LayerNorm of ROWS rows into shared memory, by all warps together; returns where they are. All threads must call it.
+// LayerNorm of ROWS rows into shared memory, by all warps together; returns where they are. All threads must call it. Waits
+// for the launch that wrote the rows.
 // Only the time until it is done matters, so everything is loaded at once.
 template <typename T, int INPUTS, int ROWS, int WARPS>
 __device__ __forceinline__ const T* normalised_rows(const T* x, const T* gamma, const T* beta, float epsilon) {
@@ -191,6 +192,7 @@ __device__ __forceinline__ const T* normalised_rows(const T* x, const T* gamma, 
     Slice weight, bias;
     weight.load(gamma);
     bias.load(beta);
+    await_previous_launch();
 #pragma unroll
     for (int first = 0; first < ROWS; first += WARPS / TEAM) {
         const int row = first + threadIdx.x / (TEAM * WARP);
@@ -214,9 +216,19 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
     const int first = (static_cast<int>(blockIdx.x) * (WARPS / SHARERS) + warp / SHARERS) * OUTPUTS_EACH;
     Dots dots;
     dots.load(weight, first, 0);
+    float added[Dots::RESULTS] = {};
+    if (bias != nullptr) {
+        Dots::results([&](int i, int relative, int) { added[i] = to_float(bias[min(first + relative, OUTPUTS - 1)]); });
+    }
     const bool norm = gamma != nullptr;
     if (norm) x = normalised_rows<T, INPUTS, ROWS, WARPS>(x, gamma, beta, epsilon);
-    float result[Dots::RESULTS];
+    else await_previous_launch();
+    float result[Dots::RESULTS], kept[Dots::RESULTS] = {};
+    if (residual != nullptr) {
+        Dots::results([&](int i, int relative, int row) {
+            kept[i] = to_float(residual[row * OUTPUTS + min(first + relative, OUTPUTS - 1)]);
+        });
+    }
     dots.finish(weight, x, norm ? ROW_PITCH<T, INPUTS> : INPUTS, first, result);
     if constexpr (SHARERS > 1) {
         __shared__ float shares[WARPS][Dots::RESULTS][WARP];
@@ -233,11 +245,9 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
     Dots::results([&](int i, int relative, int row) {
         const int output = first + relative;
         if (output >= OUTPUTS) return;
-        float v = result[i];
-        if (bias != nullptr) v += to_float(bias[output]);
+        float v = result[i] + added[i];
         if (GELU) v = gelu_of<false>(v);
-        if (residual != nullptr) v += to_float(residual[row * OUTPUTS + output]);
-        y[row * OUTPUTS + output] = from_float<T>(v);
+        y[row * OUTPUTS + output] = from_float<T>(v + kept[i]);
     });
 }
 

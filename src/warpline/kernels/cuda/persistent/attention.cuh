@@ -25,7 +25,6 @@ class PartAttention {
     static constexpr int SLOTS = 8, AT_ONCE = WARPS * SLOTS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
     static constexpr int PITCH = DEPTH + CHUNK;  // rows on different banks
     static constexpr int COPIES = ceil_div(SLOTS * VECTORS, WARP);
-    static constexpr int COLUMNS = DEPTH / 4;  // of a lane, in ordinary arithmetic
 
    public:
     struct Shared {
@@ -66,21 +65,28 @@ class PartAttention {
         const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1;
         const bool brings = part.has_newest() && (newest - part.from) / SLOTS % WARPS == warp;
         const Word *its_key = posted + apart + 4 * min(lane, VECTORS - 1), *its_value = its_key + apart;
-        Quad query[ceil_div(VECTORS, 4)], key, value;
+        constexpr int QUADS = ceil_div(VECTORS, 4), AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2;
+        Bits q[QUADS];
+        Quad key, value;
 #pragma unroll
-        for (int v = 0; v < VECTORS; v += 4) query[v / 4].load(posted + 4 * min(v + lane % 4, VECTORS - 1));
-        if (brings) {
-            key.load(its_key);
-            value.load(its_value);
-        }
-        Bits q[ceil_div(VECTORS, 4)];
+        for (int first = 0; first < QUADS; first += AT_ONCE_QUADS) {
+            Quad query[AT_ONCE_QUADS];
 #pragma unroll
-        for (int v = 0; v < VECTORS; v += 4) {
-            const Bits bits = query[v / 4].await(posted + 4 * min(v + lane % 4, VECTORS - 1), tag, dog);
-            q[v / 4] = {};
-            if (v + lane % 4 >= VECTORS) continue;
-            if constexpr (sizeof(T) == 2) q[v / 4] = {bits.at[0], bits.at[2], bits.at[1], bits.at[3]};  // see TileSums
-            else q[v / 4] = bits;
+            for (int i = 0; i < AT_ONCE_QUADS; ++i) query[i].load(posted + 4 * min((first + i) * 4 + lane % 4, VECTORS - 1));
+            if (first == 0 && brings) {
+                key.load(its_key);
+                value.load(its_value);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE_QUADS; ++i) {
+                if (first + i >= QUADS) continue;
+                const int v = (first + i) * 4 + lane % 4;
+                const Bits bits = query[i].await(posted + 4 * min(v, VECTORS - 1), tag, dog);
+                q[first + i] = {};
+                if (v >= VECTORS) continue;
+                if constexpr (sizeof(T) == 2) q[first + i] = {bits.at[0], bits.at[2], bits.at[1], bits.at[3]};  // see TileSums
+                else q[first + i] = bits;
+            }
         }
         wait_for_copies<0>();
         if (brings) {
@@ -98,7 +104,7 @@ class PartAttention {
             }
         }
         OnlineSoftmax softmax;
-        float out[sizeof(T) == 2 ? DEPTH / 8 : COLUMNS / 4][4] = {};
+        float out[DEPTH / 16][4] = {};
         const T *k = s.keys[warp], *v = s.values[warp];
 #pragma unroll 1
         for (int first = part.from + warp * SLOTS;; first += AT_ONCE) {
@@ -118,16 +124,17 @@ class PartAttention {
             s.sums[warp] = softmax.sum;
         }
         if constexpr (sizeof(T) == 2) {
-            if (lane < 4) {
+            if (lane % 4 == 0) {
 #pragma unroll
-                for (int i = 0; i < DEPTH / 8; ++i) {
-                    *reinterpret_cast<Vec<float, 2>*>(s.out[warp] + i * 8 + lane * 2) = {out[i][0], out[i][1]};
+                for (int i = 0; i < DEPTH / 16; ++i) {
+                    s.out[warp][i * 16 + lane / 4] = out[i][0];
+                    s.out[warp][i * 16 + 8 + lane / 4] = out[i][2];
                 }
             }
         } else {
             if (lane < 4) {
 #pragma unroll
-                for (int i = 0; i < COLUMNS / 4; ++i) {
+                for (int i = 0; i < DEPTH / 16; ++i) {
                     *reinterpret_cast<Vec<float, 4>*>(s.out[warp] + i * 16 + lane * 4) = {out[i][0], out[i][1], out[i][2], out[i][3]};
                 }
             }
@@ -159,8 +166,9 @@ class PartAttention {
     }
 
    private:
-    // Lane 4g + t: of the scores those of slots 2t and 2t + 1, of the output columns 2t and 2t + 1 of every eight. All g
-    // have the same.
+    // Lane 4g + t: of the scores those of slots 2t and 2t + 1, the same for all g; of the output columns g and g + 8 of every
+    // sixteen, the same for all t, because here the values are the first operand and the weights, in every column, the
+    // second.
     template <int Q, int N>
     static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
                                                            float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
@@ -186,18 +194,18 @@ class PartAttention {
         sum_even += __shfl_xor_sync(0xffffffffu, sum_even, 1);
         softmax.sum += sum_even + __shfl_xor_sync(0xffffffffu, sum_even, 2);
 #pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            unsigned b[4];
-            // Matrix m is columns 8 (i + m) of the eight slots; where there are fewer columns, the last ones again.
-            const int column = min(i + lane / 8, N - 1) * 8;
-            load_matrices_transposed(b, v + lane % 8 * PITCH + column);
+        for (int i = 0; i < N; i += 2) {
+            unsigned a[4];
+            // Matrix m is columns 8 (2i + m) of the eight slots; where there are fewer columns, the last ones again.
+            const int column = min(2 * i + lane / 8, 2 * N - 1) * 8;
+            load_matrices_transposed(a, v + lane % 8 * PITCH + column);
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
+            for (int m = 0; m < 2; ++m) {
                 if (i + m >= N) continue;
                 float(&c)[4] = out[i + m];
                 c[0] *= rescale;
-                c[1] *= rescale;
-                multiply_add_short<T>(c, weights, weights, b[m]);
+                c[2] *= rescale;
+                multiply_add_short<T>(c, a[2 * m], a[2 * m + 1], weights);
             }
         }
     }
@@ -233,7 +241,7 @@ class PartAttention {
 #pragma unroll
             for (int j = 0; j < 4; ++j) out[i][j] *= rescale;
         }
-#pragma unroll
+#pragma unroll 2  // all eight at once would be more registers than there are
         for (int r = 0; r < SLOTS; ++r) {
             const float its = __shfl_sync(0xffffffffu, weight, r * 4);
 #pragma unroll

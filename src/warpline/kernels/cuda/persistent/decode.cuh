@@ -21,12 +21,12 @@ class Decode : Layers<M> {
     using Place = Layout<M>;
     using Layer = Layers<M>;
     using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
-    using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::TEAM, Place::END_AT, Place::TURN;
-    using Place::CANDIDATES_AT;
+    using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::CANDIDATES_AT;
     using typename Place::T, typename Place::TileOf, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
-    using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::words, Layer::splits;
-    using Layer::layer, Layer::wrote, Layer::stamp, Layer::vectors, Layer::normalise, Layer::normalise_posted;
-    using Layer::part_of, Layer::run_layer;
+    using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
+    using typename Layer::RowGather;
+    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::ask_for_rows, Layer::normalise, Layer::set_part;
+    using Layer::run_layer;
 
    public:
     using Place::WORDS;
@@ -74,7 +74,7 @@ class Decode : Layers<M> {
         static_assert(WARP % ROWS == 0);
         unsigned long long best = 0;
         const int thread = thread_index();
-        gather<M::BLOCKS * ROWS, THREADS>(candidates, thread, tag, desk.dog, [&](int, int, const Pair& pair) {
+        Gather<M::BLOCKS * ROWS, THREADS>(candidates, thread).finish(tag, desk.dog, [&](int, int, const Pair& pair) {
             best = max(best, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
         });
 #pragma unroll
@@ -123,7 +123,7 @@ class Decode : Layers<M> {
             desk.goes_on = active && !desk.dog.dead;
             desk.splits = splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
             desk.parts = ceil_div(max(0, ROWS * HEADS * splits - static_cast<int>(blockIdx.x)), M::BLOCKS);
-            if (desk.parts > 0) desk.part = part_of(blockIdx.x);
+            if (desk.parts > 0) set_part(0);
         }
         sync_threads<THREADS>();
         splits = desk.splits;
@@ -176,25 +176,14 @@ class Decode : Layers<M> {
 
    private:
     __device__ __forceinline__ void one_token(int token) {
-        const Word* before = nullptr;  // where the layer before posted its rows
         for (layer = 0; layer < M::LAYERS; ++layer, ++tag) {
-            words = a.words + tag % 2 * TURN;
             if (thread_index() == 0) desk.dog.turn = tag;
-            run_layer([&] {
-                const T *gamma = vectors(0), *beta = vectors(WIDTH);
-                if (layer > 0) {
-                    normalise_posted(gamma, beta, before, tag - 1);
-                } else {
-                    normalise(gamma, beta, [&](int row, int lane, auto& v) { embed(row, lane, v); });
-                }
-            });
-            before = words + END_AT;
+            run_layer();
         }
-        layer = M::LAYERS;
-        normalise_posted(vectors(0), vectors(WIDTH), before, tag - 1);
+        RowGather rows = ask_for_rows(words_before() + END_AT);
+        normalise(vectors(0), vectors(WIDTH), words_before() + END_AT, tag - 1, rows);
         stamp();
-        if (wrote) __threadfence();  // in the cache before the next token, and while there is time
-        wrote = false;
+        if (desk.parts > 0) __threadfence();  // keys and values are in the cache before the next token
         if constexpr (M::LOGITS) {
             head([&](int output, int row, float value, int) {
                 if (row < a.batch) a.logits[static_cast<long long>(row) * M::VOCAB + output] = value;
@@ -214,21 +203,6 @@ class Decode : Layers<M> {
             append();
         }
         stamp();
-    }
-
-    // Token and position embedding of a row, as far as a lane of its team has it.
-    template <typename V>
-    __device__ __forceinline__ void embed(int row, int lane, V& v) {
-        constexpr int STRIDE = TEAM * WARP, PAIRS = WIDTH / 2;
-        const auto* token = reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(desk.rows[row].token) * WIDTH);
-        const auto* place = reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(max(desk.rows[row].length - 1, 0)) * WIDTH);
-#pragma unroll
-        for (int i = 0; i < ceil_div(PAIRS, STRIDE); ++i) {
-            if (lane + i * STRIDE >= PAIRS) continue;
-            const Vec<T, 2> t = token[lane + i * STRIDE], p = place[lane + i * STRIDE];
-            v[i][0] = to_float(t.at[0]) + to_float(p.at[0]);
-            v[i][1] = to_float(t.at[1]) + to_float(p.at[1]);
-        }
     }
 
    public:

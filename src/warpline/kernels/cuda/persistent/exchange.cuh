@@ -120,29 +120,45 @@ struct Quad {
     }
 };
 
-// Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`, asked for a few at once: f(i, index of the pair, pair). Whole
-// warps call it.
-template <int COUNT, int STRIDE, typename F>
-__device__ __forceinline__ void gather(const Word* words, int lane, unsigned tag, const Watchdog& dog, F f) {
-    constexpr int EACH = ceil_div(COUNT, STRIDE), AT_ONCE = EACH < 4 ? EACH : 4;
-    constexpr bool EVEN = COUNT % STRIDE == 0;
-#pragma unroll
-    for (int first = 0; first < EACH; first += AT_ONCE) {
-        Pair pair[AT_ONCE];
+// Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`. They are asked for at once, as soon as this is made, so that
+// whatever else there is to do can be done while they come. Whole warps make it.
+template <int COUNT, int STRIDE>
+class Gather {
+    static constexpr int EACH = ceil_div(COUNT, STRIDE), AT_ONCE = EACH < 4 ? EACH : 4;
+    static constexpr bool EVEN = COUNT % STRIDE == 0;
+    const Word* words;
+    const int lane;
+    Pair pair[AT_ONCE];
+
+    __device__ __forceinline__ const Word* place(int i) const {
+        const int at = lane + i * STRIDE;
+        return words + 2 * (EVEN ? at : min(at, COUNT - 1));
+    }
+    __device__ __forceinline__ void ask(int first) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i >= EACH) continue;
-            const int at = lane + (first + i) * STRIDE;
-            pair[i].load(words + 2 * (EVEN ? at : min(at, COUNT - 1)));
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i >= EACH) continue;
-            const int at = lane + (first + i) * STRIDE;
-            await(pair[i], words + 2 * (EVEN ? at : min(at, COUNT - 1)), tag, dog);
-            if (EVEN || at < COUNT) f(first + i, at, pair[i]);
+            if (first + i < EACH) pair[i].load(place(first + i));
         }
     }
-}
+
+   public:
+    __device__ __forceinline__ Gather(const Word* words, int lane) : words(words), lane(lane) { ask(0); }
+
+    // f(i, index of the pair, pair), for each pair as soon as it is there.
+    template <typename F>
+    __device__ __forceinline__ void finish(unsigned tag, const Watchdog& dog, F f) {
+#pragma unroll
+        for (int first = 0; first < EACH; first += AT_ONCE) {
+            if (first > 0) ask(first);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (first + i >= EACH) continue;
+                const int at = lane + (first + i) * STRIDE;
+                await(pair[i], place(first + i), tag, dog);
+                if (EVEN || at < COUNT) f(first + i, at, pair[i]);
+            }
+        }
+    }
+};
 
 }  // namespace warpline

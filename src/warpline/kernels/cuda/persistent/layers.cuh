@@ -22,15 +22,19 @@ class Layers : protected Layout<M> {
     Desk& desk;
     TapeOf tape;
     unsigned tag;
-    Word* words;  // of this turn
     int splits, layer, stamped = 0;
-    bool wrote = false;  // into the cache, in this token
 
     __device__ __forceinline__ Layers(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
         : a(arguments),
           desk(desk),
           tape(arguments.tape + static_cast<long long>(desk.plan.tape) * THREADS, desk.plan.steps, ring),
           tag(arguments.tag) {}
+
+    // The words of this turn, and those of the turn before.
+    __device__ __forceinline__ Word* words() const { return a.words + (M::OBSERVED ? layer : tag % 2) * TURN; }
+    __device__ __forceinline__ const Word* words_before() const {
+        return a.words + (M::OBSERVED ? layer - 1 : (tag - 1) % 2) * TURN;
+    }
 
     __device__ __forceinline__ void stamp() {
         if constexpr (M::STAMPS) {
@@ -53,10 +57,19 @@ class Layers : protected Layout<M> {
         return reinterpret_cast<const Vec<T, 2>&>(bits);
     }
 
-    // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(i, row, column) has two neighbours.
+    // A row belongs to a team of warps, and of a row every lane of the team has some pairs of neighbours.
+    static constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAM * WARP, PAIRS = WIDTH / 2, EACH = ceil_div(PAIRS, STRIDE);
+    using RowGather = Gather<PAIRS, STRIDE>;
+
+    // The residual rows as the stage before posted them: this team's first.
+    __device__ __forceinline__ RowGather ask_for_rows(const Word* from) const {
+        const int thread = thread_index();
+        return RowGather(from + min(thread / STRIDE, ROWS - 1) * WIDTH, thread % STRIDE);
+    }
+
+    // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(row, lane, v) has a lane's pairs.
     template <typename Load>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, Load load) {
-        constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAM * WARP, PAIRS = WIDTH / 2, EACH = ceil_div(PAIRS, STRIDE);
         const int team = thread_index() / STRIDE, lane = thread_index() % STRIDE;
         Vec<T, 2> scale[EACH], shift[EACH];
 #pragma unroll
@@ -108,13 +121,14 @@ class Layers : protected Layout<M> {
         sync_threads<THREADS>();
     }
 
-    // The residual rows that the stage before posted at `from`.
-    __device__ __forceinline__ void normalise_posted(const T* gamma, const T* beta, const Word* from, unsigned its_tag) {
+    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, const Word* from, unsigned its_tag, RowGather& asked) {
         normalise(gamma, beta, [&](int row, int lane, auto& v) {
-            gather<WIDTH / 2, TEAM * WARP>(from + row * WIDTH, lane, its_tag, desk.dog, [&](int i, int, const Pair& pair) {
+            const auto take = [&](int i, int, const Pair& pair) {
                 v[i][0] = __uint_as_float(pair.payload(0));
                 v[i][1] = __uint_as_float(pair.payload(1));
-            });
+            };
+            if (row < TEAMS) asked.finish(its_tag, desk.dog, take);
+            else RowGather(from + row * WIDTH, lane).finish(its_tag, desk.dog, take);
         });
     }
 
@@ -135,7 +149,7 @@ class Layers : protected Layout<M> {
         outputs<STAGE, BIAS_AT, P>([&](int output, int row, float (&value)[PER]) {
 #pragma unroll
             for (int j = 0; j < PER; ++j) {
-                post(words + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
+                post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
             }
         });
     }
@@ -149,47 +163,56 @@ class Layers : protected Layout<M> {
         return {row, head, split, from, min(end, from + size), end};
     }
 
-    // Where the part's keys are in the cache, and its values.
-    __device__ __forceinline__ long long place_of(const Part& part) const {
-        return ((static_cast<long long>(layer) * a.cache_rows + part.row) * HEADS + part.head) * a.capacity * DEPTH;
+    // Puts the block's part number `i` on the desk: what it is, and where its keys and values are in the cache of layer 0.
+    __device__ __forceinline__ void set_part(int i) {
+        const Part part = part_of(blockIdx.x + i * M::BLOCKS);
+        desk.part = part;
+        desk.place = (static_cast<long long>(part.row) * HEADS + part.head) * a.capacity * DEPTH;
+    }
+
+    __device__ __forceinline__ long long place() const {
+        return desk.place + static_cast<long long>(layer) * a.cache_rows * (HEADS * DEPTH) * a.capacity;
     }
 
     // Starts what can be done before the query is there.
     __device__ __forceinline__ void begin_attention() {
-        if (desk.parts == 0) return;
-        const long long place = place_of(desk.part);
-        Attention::begin(desk.attention, a.k + place, a.v + place, desk.part);
+        if (desk.parts > 0) Attention::begin(desk.attention, a.k + place(), a.v + place(), desk.part);
     }
 
     __device__ __forceinline__ void attention() {
-        for (int i = 0; i < desk.parts; ++i) {
-            const Part part = i == 0 ? desk.part : part_of(blockIdx.x + i * M::BLOCKS);
-            const long long place = place_of(part);
-            if (i > 0) {
-                sync_threads<THREADS>();
-                Attention::begin(desk.attention, a.k + place, a.v + place, part);
-            }
+        const int parts = desk.parts;
+        for (int i = 0; i < parts; ++i) {
+            if (i > 0) change_part(i);
+            const Part& part = desk.part;
+            const Word* posted = words() + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
             const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
-            const Word* posted = words + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
-            wrote |= Attention::run(desk.attention, a.k + place, a.v + place, part, factor, posted, WIDTH / PER, tag, desk.dog);
+            Attention::run(desk.attention, a.k + place(), a.v + place(), part, factor, posted, WIDTH / PER, tag, desk.dog);
             const int thread = thread_index();
             if (thread < DEPTH / PER) {
                 float value[PER];
                 const unsigned weight = __float_as_uint(Attention::template merge<PER>(desk.attention, thread * PER, value));
-                Word* target = words + ATTENTION_AT + ((part.row * HEADS + part.head) * M::SPLITS + part.split) * HEAD_WORDS;
+                Word* target = words() + ATTENTION_AT + ((part.row * HEADS + part.head) * M::SPLITS + part.split) * HEAD_WORDS;
                 post(target + thread, packed(value), tag);
                 if (thread < 2) post(target + DEPTH / PER + thread, weight, tag);
             }
         }
+        if (parts > 1) change_part(0);  // for the next layer
+    }
+
+    __device__ __forceinline__ void change_part(int i) {
+        sync_threads<THREADS>();  // nobody needs the last one any more
+        if (thread_index() == 0) set_part(i);
+        sync_threads<THREADS>();
+        if (i > 0) begin_attention();
     }
 
     // The heads' outputs into desk.h, parts of a context merged in order.
     __device__ __forceinline__ void gather_attention() {
-        constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = 2;
+        constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = ROWS > 2 ? 1 : 2;  // sixteen bytes of words each
         const int thread = thread_index();
         for (int first = thread - thread % WARP; first < ROWS * PAIRS; first += THREADS) {  // whole warps
             const int i = min(first + thread % WARP, ROWS * PAIRS - 1), row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
-            const Word* from = words + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
+            const Word* from = words() + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
             const int at = column % DEPTH / PER;
             Vec<unsigned, 2> result;
             if (splits == 1) {
@@ -234,27 +257,50 @@ class Layers : protected Layout<M> {
         sync_threads<THREADS>();
     }
 
-    __device__ __forceinline__ void gather_hidden() {
-        constexpr int PAIRS = INNER / (2 * PER);
-        gather<ROWS * PAIRS, THREADS>(words + FC_AT, thread_index(), tag, desk.dog, [&](int, int at, const Pair& pair) {
+    static constexpr int HIDDEN_PAIRS = INNER / (2 * PER);
+    using HiddenGather = Gather<ROWS * HIDDEN_PAIRS, THREADS>;
+
+    __device__ __forceinline__ void gather_hidden(HiddenGather& asked) {
+        asked.finish(tag, desk.dog, [&](int, int at, const Pair& pair) {
             const Vec<unsigned, 2> bits = {pair.payload(0), pair.payload(1)};
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / PAIRS * PITCH + at % PAIRS * (2 * PER)) = bits;
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / HIDDEN_PAIRS * PITCH + at % HIDDEN_PAIRS * (2 * PER)) = bits;
         });
         sync_threads<THREADS>();
     }
 
-    // Everything behind LayerNorm 1 of a layer, up to the posting of its residual rows.
-    template <typename First>
-    __device__ __forceinline__ void run_layer(First first_rows) {
+    // Token and position embedding of a row, as far as a lane of its team has it.
+    template <typename V>
+    __device__ __forceinline__ void embed(int row, int lane, V& v) {
+        const auto* token = reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(desk.rows[row].token) * WIDTH);
+        const auto* place = reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(max(desk.rows[row].length - 1, 0)) * WIDTH);
+#pragma unroll
+        for (int i = 0; i < ceil_div(PAIRS, STRIDE); ++i) {
+            if (lane + i * STRIDE >= PAIRS) continue;
+            const Vec<T, 2> t = token[lane + i * STRIDE], p = place[lane + i * STRIDE];
+            v[i][0] = to_float(t.at[0]) + to_float(p.at[0]);
+            v[i][1] = to_float(t.at[1]) + to_float(p.at[1]);
+        }
+    }
+
+    // A layer. What is asked of other blocks is asked first; the weights come into registers while it comes.
+    __device__ __forceinline__ void run_layer() {
         {
-            begin_attention();
             ProductOf<WIDTH, M::QKV_UNITS> qkv;
-            qkv.begin(tape, desk.plan.units[QKV]);
-            first_rows();
+            const T *gamma = vectors(0), *beta = vectors(WIDTH);
+            if (layer > 0) {
+                RowGather rows = ask_for_rows(words_before() + END_AT);
+                begin_attention();
+                qkv.begin(tape, desk.plan.units[QKV]);
+                normalise(gamma, beta, words_before() + END_AT, tag - 1, rows);
+            } else {
+                begin_attention();
+                qkv.begin(tape, desk.plan.units[QKV]);
+                normalise(gamma, beta, [&](int row, int lane, auto& v) { embed(row, lane, v); });
+            }
             stamp();
             qkv.finish(tape, desk.h, PITCH, desk.partial);
             outputs<QKV, 0, decltype(qkv)>([&](int output, int row, float (&value)[PER]) {
-                post(words + QKV_AT + (row * 3 * WIDTH + output) / PER, packed(value), tag);
+                post(words() + QKV_AT + (row * 3 * WIDTH + output) / PER, packed(value), tag);
             });
             stamp();
         }
@@ -271,21 +317,23 @@ class Layers : protected Layout<M> {
         }
         {
             ProductOf<WIDTH, M::FC_UNITS> fc;
+            RowGather rows = ask_for_rows(words() + MIDDLE_AT);
             fc.begin(tape, desk.plan.units[FC]);
-            normalise_posted(vectors(6 * WIDTH), vectors(7 * WIDTH), words + MIDDLE_AT, tag);
+            normalise(vectors(6 * WIDTH), vectors(7 * WIDTH), words() + MIDDLE_AT, tag, rows);
             stamp();
             fc.finish(tape, desk.h, PITCH, desk.partial);
             outputs<FC, (M::QKV_UNITS + M::OUT_UNITS) * TILE_OUTPUTS, decltype(fc)>([&](int output, int row, float (&value)[PER]) {
 #pragma unroll
                 for (int j = 0; j < PER; ++j) value[j] = gelu_of<false>(value[j]);
-                post(words + FC_AT + (row * INNER + output) / PER, packed(value), tag);
+                post(words() + FC_AT + (row * INNER + output) / PER, packed(value), tag);
             });
             stamp();
         }
         {
             ProductOf<INNER, M::PROJ_UNITS> proj;
+            HiddenGather hidden(words() + FC_AT, thread_index());
             proj.begin(tape, desk.plan.units[PROJ]);
-            gather_hidden();
+            gather_hidden(hidden);
             stamp();
             proj.finish(tape, desk.h, PITCH, desk.partial);
             post_residual<PROJ, (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS) * TILE_OUTPUTS, decltype(proj)>(END_AT);

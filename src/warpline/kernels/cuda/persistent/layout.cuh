@@ -57,7 +57,8 @@ struct Layout {
         Row rows[ROWS];
         bool goes_on;
         int splits, parts;  // of a context; of contexts, for this block to attend to
-        Part part;          // the first of them
+        Part part;          // the one it is at, and its place in the cache of the first layer
+        long long place;
         Watchdog dog;
     };
     static constexpr int STEP_BYTES = THREADS * sizeof(Bits) + 16;  // and two barriers
@@ -78,7 +79,8 @@ struct Layout {
     static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
     static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::SPLITS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
     static constexpr int END_AT = FC_AT + ROWS * INNER / PER, TURN = END_AT + ROWS * WIDTH;
-    static constexpr int CANDIDATES_AT = 2 * TURN;  // two turns, then [2][block][row][2]
+    static constexpr int CANDIDATES_AT = (M::OBSERVED ? M::LAYERS : 2) * TURN;  // as many turns as are kept, then [2][block][row][2]
+
     static constexpr int WORDS = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * 2;
 };
 

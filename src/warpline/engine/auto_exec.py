@@ -1,0 +1,55 @@
+"""The executor that `auto` means on a GPU: one launch for many tokens where few sequences are decoded, a graph where
+many are, and prompts as both do them."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from warpline.engine.executor import Executor
+from warpline.engine.graph_exec import GraphExecutor
+from warpline.engine.persistent_exec import PersistentExecutor
+from warpline.engine.state import State
+from warpline.errors import WarplineError
+from warpline.model.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+class AutoExecutor(Executor):
+    """Chooses for each batch, and says once what it has to choose from."""
+
+    name = "auto"
+    chunk = 32
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        super().__init__(weights, device, dtype)
+        self._graph = GraphExecutor(weights, device, dtype)
+        self._persistent: PersistentExecutor | None = None
+        try:
+            self._persistent = PersistentExecutor(weights, device, dtype)
+        except WarplineError as reason:
+            logger.info("executor auto → graph: %s", reason)
+        else:
+            logger.info("executor auto → persistent up to %s sequences, graph beyond", self._persistent.most_rows)
+
+    def _for(self, state: State) -> GraphExecutor | PersistentExecutor:
+        persistent = self._persistent
+        return persistent if persistent is not None and state.batch <= (persistent.most_rows or 0) else self._graph
+
+    def _prefill(self, state: State) -> None:
+        self._graph._prefill(state)
+
+    def _decode(self, state: State, n: int) -> None:
+        self._for(state)._decode(state, n)
+
+    def check(self) -> None:
+        """As the persistent executor does."""
+        if self._persistent is not None:
+            self._persistent.check()
+
+    def observe(self, state: State) -> dict[str, Tensor]:
+        """As whoever would decode."""
+        return self._for(state).observe(state)

@@ -1,0 +1,52 @@
+"""An op of the catalog on given memory, as something to call: its kernel on a GPU, its reference in torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from warpline.kernels import launch
+from warpline.kernels.compile import compile_many
+from warpline.kernels.spec import KernelSpec
+from warpline.kernels.torch_ops import as_floats
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An op, its memory and its numbers."""
+
+    spec: KernelSpec
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    numbers: Mapping[str, float]
+
+
+def bind(ops: Sequence[Bound | Callable[[], None]], *, overlapping: bool = False) -> list[Callable[[], None]]:
+    """What to call for each; kernels are compiled on all cores and loaded. What is no op stays as it is. Overlapping
+    kernels begin before the one ahead has ended, where the GPU can, and wait only when they need its results."""
+    made: list[launch.Call | Callable[[], None]] = [_bind(op) if isinstance(op, Bound) else op for op in ops]
+    calls = [one for one in made if isinstance(one, launch.Call)]
+    if calls:
+        compile_many(list({call.program for call in calls}))
+    for call in calls:
+        call.prepare()
+    return [partial(one.launch, overlapping=overlapping) if isinstance(one, launch.Call) else one for one in made]
+
+
+def _bind(op: Bound) -> launch.Call | Callable[[], None]:
+    spec, inputs = op.spec, list(op.inputs)
+    if inputs[0].is_cuda:
+        return launch.Call(spec, inputs, outputs=list(op.outputs), numbers=op.numbers)
+    changed = [tensor for buffer, tensor in zip(spec.inputs, inputs, strict=True) if buffer.role == "updated"]
+    numbers = spec.number_values(spec.dims_of([tensor.shape for tensor in inputs]), op.numbers)
+
+    def run() -> None:
+        results = spec.reference(*as_floats(inputs, torch.float32), **numbers)  # in float32, as the kernels compute
+        for target, result in zip([*op.outputs, *changed], results, strict=True):
+            target.copy_(result)
+
+    return run

@@ -1,0 +1,93 @@
+"""Two executors side by side: the first value, in the order of computing, in which they differ beyond rounding.
+
+Both decode the same text token by token. Every token is given, so a difference is not carried on by different words,
+and after each step all that the executors show of it is compared: `Executor.observe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpline.config import SamplingParams
+from warpline.engine.executor import Executor
+from warpline.engine.state import Request, State
+
+#: Unit roundoff of the storage types.
+_ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
+#: Roundings of one layer that add up, like a random walk; and how many times that is still called the same.
+_PER_LAYER, _SLACK = 8, 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two executors part: the largest error there, beside what rounding may cause."""
+
+    position: int
+    row: int
+    name: str
+    error: float
+    allowed: float
+    size: float  # root mean square of the value
+
+    def __str__(self) -> str:
+        return (
+            f"first difference at position {self.position}, row {self.row}: {self.name} is off by {self.error:.3g} "
+            f"where rounding explains {self.allowed:.3g} (its size is {self.size:.3g})"
+        )
+
+
+def order(layers: int) -> list[str]:
+    """Names of what a step computes, as it comes."""
+    names = ["h.0.in"]
+    for layer in range(layers):
+        h = f"h.{layer}"
+        names += [f"{h}.qkv", f"{h}.attention", f"{h}.middle", f"{h}.hidden", f"h.{layer + 1}.in"]
+    return [*names, "logits"]
+
+
+def compare(
+    first: Executor,
+    second: Executor,
+    texts: Sequence[Sequence[int]],
+    steps: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Difference | None:
+    """Decode the last `steps` tokens of each text with both; `second` is taken to be right."""
+    states = [_begin(executor, texts, steps) for executor in (first, second)]
+    names = order(first.config.n_layer)
+    for _ in range(steps):
+        positions = states[0].length.tolist()
+        found, expected = (executor.observe(state) for executor, state in zip((first, second), states, strict=True))
+        for name in names:
+            if name in found and name in expected:
+                row = _worst(found[name], expected[name], name, first.dtype)
+                if row is not None:
+                    return Difference(positions[row[0]] - 1, row[0], name, *row[1:])
+        tick()
+    return None
+
+
+def _begin(executor: Executor, texts: Sequence[Sequence[int]], steps: int) -> State:
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    requests = [
+        Request(text[:-steps], params, 0, i, len(text) + 1, forced=text[-steps:]) for i, text in enumerate(texts)
+    ]
+    state = executor.allocate(len(texts), max(request.limit for request in requests))
+    state.begin(requests)
+    executor.prefill(state)
+    return state
+
+
+def _worst(found: Tensor, expected: Tensor, name: str, dtype: str) -> tuple[int, float, float, float] | None:
+    """The row that is furthest beyond what rounding allows: itself, its error, what is allowed, its size."""
+    layer = int(name.split(".")[1]) if name.startswith("h.") else 1000
+    depth = _PER_LAYER * (layer + 1) if layer < 1000 else _PER_LAYER * 64
+    error = (found.double() - expected.double()).abs().nan_to_num(torch.inf).flatten(1).amax(dim=1)
+    size = expected.double().square().flatten(1).mean(dim=1).sqrt()
+    allowed = _SLACK * _ROUNDING[dtype] * depth**0.5 * size
+    row = int((error / allowed.clamp(min=1e-30)).argmax())
+    return (row, float(error[row]), float(allowed[row]), float(size[row])) if error[row] > allowed[row] else None

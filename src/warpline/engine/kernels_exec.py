@@ -1,0 +1,94 @@
+"""The kernels executor: a decode step op by op, as the schedule has it; the graph executor replays it as one graph.
+
+Without a GPU the ops' references run in their place: slow, and the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from warpline.config import ACTIVATIONS
+from warpline.engine.bind import Bound, bind
+from warpline.engine.diff import order
+from warpline.engine.executor import Executor
+from warpline.engine.prompts import PromptExecutor
+from warpline.engine.sampling import advance
+from warpline.engine.schedule import Step, buffers, decode_step
+from warpline.engine.state import State
+from warpline.errors import ConfigError
+from warpline.model.weights import Weights
+
+
+class KernelsExecutor(Executor):
+    """One launch per op."""
+
+    name = "kernels"
+    _overlapping = False
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        super().__init__(weights, device, dtype)
+        if ACTIVATIONS[weights.config.activation_function] != "gelu_tanh":
+            raise ConfigError(
+                f"the {self.name} executor knows only GELU's tanh form, not {weights.config.activation_function}: "
+                "use --executor torch"
+            )
+        self.chunk = 8 if device.type == "cuda" else 1
+        self._weights = weights
+        self._prompts = PromptExecutor(weights, device, dtype)
+        self._made: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._logits: dict[int, Tensor] = {}
+        self._of: State | None = None
+
+    def _prefill(self, state: State) -> None:
+        self._prompts._prefill(state)
+
+    @torch.inference_mode()
+    def _decode(self, state: State, n: int) -> None:
+        if self._of is not state:  # what was made points into another state
+            self._made.clear()
+            self._logits.clear()
+            self._of = state
+        needs = state.needs
+        plain = not (needs.penalty or needs.random or needs.min_length or needs.logprobs is not None)
+        for _ in range(n):
+            self._step(state, likeliest=plain and state.batch <= 8)
+
+    @torch.inference_mode()
+    def observe(self, state: State) -> dict[str, Tensor]:
+        """Every op has its own output, so all of them are still there."""
+        batch = state.batch
+        named = buffers(self._weights, state, batch)
+        self._prepare(decode_step(self._weights, batch, likeliest=False), named)()
+        advance(state, named["logits"])
+        state.longest = min(state.longest + 1, state.capacity)
+        return {name: named[name].clone() for name in order(self.config.n_layer)}
+
+    def _step(self, state: State, *, likeliest: bool) -> None:
+        rows = self._rows(state)
+        if (rows, likeliest) not in self._made:
+            named = buffers(self._weights, state, rows)
+            self._logits[rows] = named["logits"]
+            self._made[rows, likeliest] = self._prepare(decode_step(self._weights, rows, likeliest=likeliest), named)
+        self._made[rows, likeliest]()
+        if not likeliest:
+            advance(state, self._logits[rows][: state.batch])
+
+    def _rows(self, state: State) -> int:
+        """How many rows of the state a step computes: those in use, at least."""
+        return state.batch
+
+    def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], None]:
+        ops = [
+            Bound(step.spec, [named[n] for n in step.inputs], [named[n] for n in step.outputs], step.numbers)
+            for step in steps
+        ]
+        launches = bind(ops, overlapping=self._overlapping)
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run

@@ -1,0 +1,188 @@
+"""Prompts: the vendor's products, our kernels for everything else, captured as graphs by length where there is a GPU.
+
+Per layer: QKV with its bias, K and V into their slots, FlashAttention, out-projection with its bias, residual and
+LayerNorm in one, FC with bias and GELU, projection with its bias, residual and LayerNorm in one. Only the last position
+of each sequence goes through the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from warpline.engine.bind import Bound, bind
+from warpline.engine.sampling import advance
+from warpline.engine.state import State
+from warpline.engine.torch_exec import TorchExecutor
+from warpline.kernels.catalog import find
+from warpline.model.weights import Weights
+
+#: Prompts are run as if they were as long as the next of these.
+LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+
+
+class PromptExecutor(TorchExecutor):
+    """Decodes as torch does; it is there for its prompts."""
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        super().__init__(weights, device, dtype)
+        self._weights = weights
+        self._passes: dict[tuple[int, int, bool], Pass] = {}
+        self._of: State | None = None
+
+    @torch.inference_mode()
+    def _prefill(self, state: State) -> None:
+        if self._of is not state:  # what was made points into another state
+            self._passes.clear()
+            self._of = state
+        needs = state.needs
+        plain = not (needs.penalty or needs.random or needs.min_length or needs.logprobs is not None)
+        length = next((n for n in LENGTHS if n >= state.longest), state.longest)
+        key = (state.batch, min(length, state.capacity), plain)
+        if key not in self._passes:
+            self._passes[key] = Pass(self._weights, state, *key[:2], choose=plain)
+        with self._chosen_kernels():
+            self._passes[key].run()
+        if not plain:
+            advance(state, self._passes[key].logits)
+
+
+class Pass:
+    """A pass over `batch` prompts of up to `length` tokens, bound to memory; with `choose` the likeliest tokens are
+    appended, otherwise it ends with `logits`."""
+
+    def __init__(self, weights: Weights, state: State, batch: int, length: int, *, choose: bool):
+        self.weights, self.state, self.batch, self.length = weights, state, batch, length
+        config, some = weights.config, weights.tensors["wte.weight"]
+        rows = batch * length
+
+        def room(*shape: int) -> Tensor:
+            return some.new_empty(shape)
+
+        self.x, self.middle = room(rows, config.n_embd), room(rows, config.n_embd)
+        self.normal, self.projected = room(rows, config.n_embd), room(rows, config.n_embd)
+        self.qkv = room(rows, 3 * config.n_embd)
+        self.raw, self.hidden = room(rows, config.inner), room(rows, config.inner)
+        self.heads = room(batch, length, config.n_head, config.head_size)
+        self.logits = room(batch, config.vocab_size)
+        steps = [*self._body(), *self._end()]
+        if choose:
+            steps.append(lambda: advance(state, self.logits))
+        self._steps = bind(steps)
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Kernel by kernel the first time, captured the second: a length that does not come again should not wait for a
+        capture."""
+        self._runs += 1
+        if self._graph is None and self._runs == 2 and self.x.is_cuda:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._enqueue()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._enqueue()
+
+    def _enqueue(self) -> None:
+        for step in self._steps:
+            step()
+
+    def _body(self) -> list[Bound | Callable[[], None]]:
+        config, t, state = self.weights.config, self.weights.tensors, self.state
+        batch, length = self.batch, self.length
+        ids = torch.empty(batch, length, dtype=torch.long, device=self.x.device)
+        positions = torch.arange(length, device=self.x.device).repeat(batch)
+        by_head = self.qkv.view(batch, length, 3, config.n_head, config.head_size)
+        q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
+
+        def look_up() -> None:
+            ids.copy_(state.tokens[:batch, :length])
+
+        embedded = [ids.view(-1), positions, t["wte.weight"], t["wpe.weight"]]
+        steps: list[Bound | Callable[[], None]] = [
+            look_up,
+            Bound(find("embedding"), embedded, [self.x], {}),
+            Bound(find("layernorm"), [self.x, *self._affine("h.0.ln_1")], [self.normal], self._epsilon),
+        ]
+        for layer in range(config.n_layer):
+            h = f"h.{layer}"
+            numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+            steps += [
+                self._product(f"{h}.attn.c_attn", self.normal, self.qkv),
+                self._keep(layer, k, v),
+                Bound(find("flash_attention"), [q, k, v, state.length[:batch]], [self.heads], numbers),
+                self._product(f"{h}.attn.c_proj", self.heads.view(-1, config.n_embd), self.projected),
+                self._residual(self.x, f"{h}.ln_2", self.middle),
+                *self._expansion(f"{h}.mlp.c_fc"),
+                self._product(f"{h}.mlp.c_proj", self.hidden, self.projected),
+            ]
+            if layer + 1 < config.n_layer:
+                steps.append(self._residual(self.middle, f"h.{layer + 1}.ln_1", self.x))
+        return steps
+
+    @property
+    def _epsilon(self) -> dict[str, float]:
+        return {"epsilon": self.weights.config.layer_norm_epsilon}
+
+    def _affine(self, name: str) -> list[Tensor]:
+        return [self.weights.tensors[f"{name}.weight"], self.weights.tensors[f"{name}.bias"]]
+
+    def _residual(self, residual: Tensor, norm: str, total: Tensor) -> Bound:
+        """What was projected plus the residual, and LayerNorm of the sum."""
+        inputs = [self.projected, residual, *self._affine(norm)]
+        return Bound(find("residual_layernorm"), inputs, [total, self.normal], self._epsilon)
+
+    def _product(self, name: str, source: Tensor, target: Tensor) -> Callable[[], None]:
+        weight, bias = self._affine(name)
+
+        def multiply() -> None:
+            torch.addmm(bias, source, weight.T, out=target)
+
+        return multiply
+
+    def _expansion(self, name: str) -> list[Bound | Callable[[], None]]:
+        """FC with bias and GELU: the vendor's epilogue in half precision, a kernel of ours in float32."""
+        weight, bias = self._affine(name)
+        if weight.dtype == torch.float32 or not weight.is_cuda:
+
+            def multiply() -> None:
+                torch.mm(self.normal, weight.T, out=self.raw)
+
+            return [multiply, Bound(find("bias_gelu"), [self.raw, bias], [self.hidden], {})]
+
+        def multiply_and_activate() -> None:
+            torch._addmm_activation(bias, self.normal, weight.T, use_gelu=True, out=self.hidden)
+
+        return [multiply_and_activate]
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor) -> Callable[[], None]:
+        keys, values = (c[layer, : self.batch, :, : self.length] for c in (self.state.cache.k, self.state.cache.v))
+
+        def keep() -> None:
+            keys.copy_(k)
+            values.copy_(v)
+
+        return keep
+
+    def _end(self) -> list[Bound | Callable[[], None]]:
+        """The last position of each prompt: residual, LayerNorm, head."""
+        batch, t = self.batch, self.weights.tensors
+        start = torch.arange(batch, device=self.x.device) * self.length - 1
+        last = torch.empty_like(start)
+        projected, residual, total, normal = (self.x.new_empty(batch, self.x.shape[1]) for _ in range(4))
+        head = t.get("lm_head.weight", t["wte.weight"])
+
+        def pick() -> None:
+            torch.add(start, self.state.length[:batch], out=last)
+            torch.index_select(self.projected, 0, last, out=projected)
+            torch.index_select(self.middle, 0, last, out=residual)
+
+        def multiply() -> None:
+            torch.mm(normal, head.T, out=self.logits)
+
+        inputs = [projected, residual, *self._affine("ln_f")]
+        return [pick, Bound(find("residual_layernorm"), inputs, [total, normal], self._epsilon), multiply]

@@ -1,0 +1,106 @@
+"""One decode step as a table: which op of the catalog reads and writes which buffer.
+
+Whoever runs the table decides how: kernel by kernel, as a CUDA graph, or, where there is no GPU, by each op's reference
+in torch, so that the table itself is tested on any machine. Buffers go by name; parameters have their checkpoint names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from warpline.engine.state import State
+from warpline.kernels.catalog import find
+from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
+from warpline.kernels.spec import KernelSpec
+from warpline.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op, and the names of its inputs and outputs."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    layer: int | None = None
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The op's entry in the catalog."""
+        return find(self.op)
+
+
+def decode_step(weights: Weights, batch: int, *, likeliest: bool) -> list[Step]:
+    """A step of `batch` sequences: up to and with the appending of the likeliest tokens, or up to the logits."""
+    config = weights.config
+    epsilon = {"epsilon": config.layer_norm_epsilon}
+    few = batch <= MOST_MATVEC_ROWS
+    steps = [Step("newest_embedding", ("tokens", "length", "wte.weight", "wpe.weight"), ("h.0.in",))]
+
+    def product(norm: str, name: str, source: str, target: str, layer: int, activation: str = "") -> None:
+        """LayerNorm and a product of it: one op for a few rows, two for many."""
+        affine, matrix = (f"{norm}.weight", f"{norm}.bias"), (f"{name}.weight", f"{name}.bias")
+        if few:
+            op = f"layernorm_matvec_bias{activation}"
+            steps.append(Step(op, (source, *affine, *matrix), (target,), epsilon, layer))
+        else:
+            steps.append(Step("layernorm", (source, *affine), (f"{norm}.out",), epsilon, layer))
+            steps.append(Step(f"matmul_bias{activation}", (f"{norm}.out", *matrix), (target,), layer=layer))
+
+    def residual_product(name: str, source: str, residual: str, target: str, layer: int) -> None:
+        op = "matvec_bias_residual" if few else "matmul_bias_residual"
+        steps.append(Step(op, (source, f"{name}.weight", f"{name}.bias", residual), (target,), layer=layer))
+
+    for layer in range(config.n_layer):
+        h = f"h.{layer}"
+        product(f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.in", f"{h}.qkv", layer)
+        attended = (f"{h}.q", f"{h}.new_k", f"{h}.new_v", f"{h}.k", f"{h}.v", "length")
+        numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+        steps.append(Step("append_attention", attended, (f"{h}.heads",), numbers, layer))
+        residual_product(f"{h}.attn.c_proj", f"{h}.attention", f"{h}.in", f"{h}.middle", layer)
+        product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
+        residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", layer)
+    last, head = f"h.{config.n_layer}.in", "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
+    if likeliest and few:
+        steps.append(Step("head_argmax", (last, "ln_f.weight", "ln_f.bias", head), ("token", "logit"), epsilon))
+        ending = ("token", "logit", "known", "limit", "stops_at_eos", "tokens", "length", "done", "broken")
+        eos = -1 if config.eos_token_id is None else config.eos_token_id
+        steps.append(Step("append_token", ending, numbers={"eos": eos}))
+    else:
+        steps.append(Step("layernorm", (last, "ln_f.weight", "ln_f.bias"), ("ln_f.out",), epsilon))
+        steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
+    return steps
+
+
+def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
+    """Memory for every name that a step of `batch` sequences mentions: parameters, state and what lies between."""
+    config, some = weights.config, weights.tensors["wte.weight"]
+
+    def room(*columns: int) -> Tensor:
+        return some.new_empty(batch, *columns)
+
+    found = dict(weights.tensors)
+    for name in ("tokens", "length", "known", "limit", "stops_at_eos", "done", "broken"):
+        found[name] = getattr(state, name)[:batch]
+    heads, depth = config.n_head, config.head_size
+    for layer in range(config.n_layer):
+        h = f"h.{layer}"
+        qkv = room(3 * config.n_embd)
+        q, k, v = qkv.view(batch, 3, heads, 1, depth).unbind(1)
+        attention = room(1, heads, depth)
+        found |= {f"{h}.qkv": qkv, f"{h}.q": q, f"{h}.new_k": k, f"{h}.new_v": v, f"{h}.heads": attention}
+        found |= {f"{h}.k": state.cache.k[layer, :batch], f"{h}.v": state.cache.v[layer, :batch]}
+        found[f"{h}.attention"] = attention.view(batch, config.n_embd)
+        found[f"{h}.hidden"] = room(config.inner)
+        for name in ("in", "middle", "ln_1.out", "ln_2.out"):
+            found[f"{h}.{name}"] = room(config.n_embd)
+    found[f"h.{config.n_layer}.in"], found["ln_f.out"] = room(config.n_embd), room(config.n_embd)
+    found["logits"] = room(config.vocab_size)
+    found["token"] = torch.empty(batch, dtype=torch.long, device=some.device)
+    found["logit"] = torch.empty(batch, device=some.device)
+    return found

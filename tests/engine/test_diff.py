@@ -1,0 +1,110 @@
+"""Two executors side by side: no difference where there is none, and the right op named where there is one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.conftest import SMALL
+from warpline.cli.main import main
+from warpline.engine.diff import _begin, compare, order
+from warpline.engine.executor import Executor, create
+from warpline.engine.state import State
+from warpline.errors import ConfigError
+from warpline.model.weights import Weights, load
+
+CPU = torch.device("cpu")
+
+
+def texts(count: int, length: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(50257) for _ in range(length)] for _ in range(count)]
+
+
+def damaged(weights: Weights, name: str) -> Weights:
+    tensors = dict(weights.tensors)
+    tensors[name] = tensors[name] + 1e-3 * torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(1))
+    return replace(weights, tensors=tensors)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_executors_that_agree(dtype: str, count: int) -> None:
+    weights = load(SMALL, dtype=dtype)
+    kernels, torchs = (create(name, weights, CPU, dtype) for name in ("kernels", "torch"))
+    assert compare(kernels, torchs, texts(count, 24), 6) is None
+    assert set(torchs.observe(_state(torchs))) == set(order(weights.config.n_layer))
+
+
+def _state(executor: Executor) -> State:
+    return _begin(executor, texts(2, 9), 3)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "op"),
+    [
+        ("wpe.weight", "h.0.in"),
+        ("h.0.attn.c_attn.weight", "h.0.qkv"),
+        ("h.1.attn.c_proj.bias", "h.1.middle"),
+        ("h.1.ln_2.bias", "h.1.hidden"),
+        ("h.2.mlp.c_fc.weight", "h.2.hidden"),
+        ("h.2.mlp.c_proj.weight", "h.3.in"),
+        ("ln_f.weight", "logits"),
+    ],
+)
+def test_the_first_op_that_differs_is_named(parameter: str, op: str) -> None:
+    weights = load(SMALL)
+    wrong = create("kernels", damaged(weights, parameter), CPU, "fp32")
+    wrong._prompts = create("torch", weights, CPU, "fp32")  # type: ignore[attr-defined]  # the prompt's K and V are right
+    found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(2, 20), 4)
+    assert found is not None
+    assert found.name == op
+    assert found.position == 16
+    assert found.error > found.allowed
+    assert op in str(found)
+
+
+def test_not_a_number_is_a_difference() -> None:
+    weights = load(SMALL)
+    tensors = {**weights.tensors, "h.1.mlp.c_fc.bias": weights.tensors["h.1.mlp.c_fc.bias"] * torch.nan}
+    wrong = create("kernels", replace(weights, tensors=tensors), CPU, "fp32")
+    wrong._prompts = create("torch", weights, CPU, "fp32")  # type: ignore[attr-defined]
+    found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(1, 20), 4)
+    assert found is not None
+    assert found.name == "h.1.hidden"
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["diff", "--model", SMALL, "--device", "cpu", *arguments])
+        printed = capsys.readouterr()
+        return caught.value.code, printed.out, printed.err
+
+    code, out, _ = run("--executor", "kernels", "--tokens", "3", "--batch", "2")
+    assert code == 0
+    assert "no difference" in out
+    assert run("--executor", "kernels", "--tokens", "0")[0] == 2
+    code, _, err = run("--executor", "kernls")
+    assert code == 2
+    assert "kernels" in err
+    assert "context" in run("--executor", "kernels", "--prompt", "95")[2]
+
+
+def test_an_executor_that_shows_nothing_says_so() -> None:
+    weights = load(SMALL)
+
+    class Silent(Executor):
+        name = "silent"
+
+        def _prefill(self, state: State) -> None:
+            pass
+
+        def _decode(self, state: State, n: int) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match="silent"):
+        compare(Silent(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32"), texts(1, 9), 2)

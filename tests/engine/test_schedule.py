@@ -1,0 +1,93 @@
+"""The schedule of a decode step, run by the ops' references: the torch executor's tokens, on any machine."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.conftest import SMALL
+from warpline import LLM, SamplingParams
+from warpline.engine.executor import create
+from warpline.engine.schedule import buffers, decode_step
+from warpline.engine.state import State
+from warpline.model.weights import load
+
+CPU = torch.device("cpu")
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(50257) for _ in range(rng.randint(1, 30))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LLM, LLM]:
+    return LLM(SMALL, device="cpu", executor="kernels"), LLM(SMALL, device="cpu", executor="torch")
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 9])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.9, max_tokens=12, seed=4, top_k=30),
+        SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, logprobs=2),
+    ],
+)
+def test_tokens_equal_torchs(pair: tuple[LLM, LLM], count: int, params: SamplingParams) -> None:
+    ours, theirs = pair
+    found = [c.token_ids for c in ours.generate(prompts(count), params)]
+    assert found == [c.token_ids for c in theirs.generate(prompts(count), params)]
+
+
+def test_window_and_end_of_text() -> None:
+    from dataclasses import replace
+
+    weights = load(SMALL)
+    weights = replace(weights, config=replace(weights.config, window=5))
+    from warpline.config import SamplingParams as Params
+    from warpline.engine.state import Request
+
+    def run(name: str, eos: int | None) -> tuple[list[list[int]], list[bool]]:
+        changed = replace(weights, config=replace(weights.config, eos_token_id=eos))
+        executor = create(name, changed, CPU, "fp32")
+        params = Params(temperature=0, max_tokens=30)
+        state = executor.allocate(2, 50)
+        state.begin([Request(prompt, params, 0, i, 45) for i, prompt in enumerate(prompts(2))])
+        executor.prefill(state)
+        executor.decode(state, 40)
+        return [state.tokens[i, : int(n)].tolist() for i, n in enumerate(state.length)], state.done.tolist()
+
+    free, _ = run("torch", None)
+    assert run("kernels", None)[0] == free
+    eos = free[0][-6]
+    assert run("kernels", eos) == run("torch", eos)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 9])
+def test_every_name_is_somebodys(batch: int) -> None:
+    """What a step reads is a parameter, state, or written before; what it writes has room."""
+    weights = load(SMALL)
+    state = State(weights.config, batch, 20, device=CPU, dtype=torch.float32)
+    named = buffers(weights, state, batch)
+    for likeliest in (True, False):
+        written: set[int] = set()
+        for step in decode_step(weights, batch, likeliest=likeliest):
+            spec = step.spec
+            dims = spec.dims_of([named[name].shape for name in step.inputs])
+            for buffer, name in zip(spec.outputs, step.outputs, strict=True):
+                assert tuple(named[name].shape) == buffer.shape(dims), (step.op, name)
+                written.add(named[name].untyped_storage().data_ptr())
+            for name in step.inputs:
+                fixed = name in weights.tensors or hasattr(state, name) or name.endswith((".k", ".v"))
+                assert fixed or named[name].untyped_storage().data_ptr() in written, (step.op, name)
+
+
+def test_it_cannot_run_every_model() -> None:
+    from warpline.errors import ConfigError
+
+    weights = load("random:n_layer=1,n_head=2,n_embd=32,n_positions=16,activation_function=relu")
+    with pytest.raises(ConfigError, match="relu"):
+        create("kernels", weights, CPU, "fp32")
