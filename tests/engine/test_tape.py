@@ -37,7 +37,7 @@ def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor
                     matrix[row : row + UNIT, i * size : (i + 1) * size] = lanes(at, size)
                     continue
                 for warp in range(made.warps):
-                    column = (i * made.warps + warp) * size
+                    column = (warp * made.steps_of(stage) + i) * size  # a warp's columns are neighbours
                     at = tape[step + unit * made.steps_of(stage) + i, warp]
                     matrix[row : row + UNIT, column : column + size] = lanes(at, size)
     return matrix

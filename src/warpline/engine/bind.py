@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,19 +27,21 @@ class Bound:
 def bind(ops: Sequence[Bound | Callable[[], None]], *, overlapping: bool = False) -> list[Callable[[], None]]:
     """What to call for each; kernels are compiled on all cores and loaded. What is no op stays as it is. Overlapping
     kernels begin before the one ahead has ended, where the GPU can, and wait only when they need its results."""
-    made: list[launch.Call | Callable[[], None]] = [_bind(op) if isinstance(op, Bound) else op for op in ops]
+    made: list[launch.Call | Callable[[], None]] = [
+        _bind(op, overlapping) if isinstance(op, Bound) else op for op in ops
+    ]
     calls = [one for one in made if isinstance(one, launch.Call)]
     if calls:
         compile_many(list({call.program for call in calls}))
     for call in calls:
         call.prepare()
-    return [partial(one.launch, overlapping=overlapping) if isinstance(one, launch.Call) else one for one in made]
+    return [one.launch if isinstance(one, launch.Call) else one for one in made]
 
 
-def _bind(op: Bound) -> launch.Call | Callable[[], None]:
+def _bind(op: Bound, overlapping: bool) -> launch.Call | Callable[[], None]:
     spec, inputs = op.spec, list(op.inputs)
     if inputs[0].is_cuda:
-        return launch.Call(spec, inputs, outputs=list(op.outputs), numbers=op.numbers)
+        return launch.Call(spec, inputs, outputs=list(op.outputs), numbers=op.numbers, overlapping=overlapping)
     changed = [tensor for buffer, tensor in zip(spec.inputs, inputs, strict=True) if buffer.role == "updated"]
     numbers = spec.number_values(spec.dims_of([tensor.shape for tensor in inputs]), op.numbers)
 

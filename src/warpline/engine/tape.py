@@ -52,8 +52,8 @@ def record(weights: Weights, plan: Plan) -> Tapes:
         owner = torch.repeat_interleave(torch.arange(extents.blocks), torch.tensor(plan.units[stage]))
         stride = strides[owner].to(some.device)[:, None]  # [unit, 1]: from one layer to the next
         for layer in range(extents.layers):
-            found = tiles(tensors[f"h.{layer}.{name}"], plan, stage)  # [unit, step · warp, element]
-            tape[places[stage] + layer * stride] = found.unflatten(1, (-1, plan.warps))
+            found = tiles(tensors[f"h.{layer}.{name}"], plan, stage)  # [unit, warp · step, element]
+            tape[places[stage] + layer * stride] = found.unflatten(1, (plan.warps, -1)).transpose(1, 2)
     head = tiles(tensors.get("lm_head.weight", some), plan, "head")  # [unit, step, element]
     within = torch.cat([torch.arange(units) for units in plan.units["head"]]).to(some.device)
     tape[places["head"], within[:, None] % plan.warps] = head

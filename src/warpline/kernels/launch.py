@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from warpline.errors import ConfigError, DeviceError, KernelError
-from warpline.hardware import arch_number
 from warpline.kernels.compile import Program, compile_one, nvrtc_version
 from warpline.kernels.spec import Buffer, Dims, KernelSpec, Launch, Tunables, Variant
 
@@ -96,13 +95,13 @@ class Kernel:
 
     def __init__(self, variant: Variant, device: int, arch: str):
         self._module = Module(variant, device, arch, variant.smallest_launch.shared_bytes)
-        self._parameters = variant.parameters()
+        self._parameters, self._overlapping = variant.parameters(), variant.overlapping
 
-    def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int], *, overlapping: bool = False) -> None:
+    def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int]) -> None:
         """Enqueue one launch; `values` holds every argument by name."""
         cells = [_cell(argument, values[argument.name]) for argument in self._parameters]
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-        self._module.launch(shape, pointers, overlapping=overlapping)
+        self._module.launch(shape, pointers, overlapping=self._overlapping)
 
 
 def _cell(argument: Any, value: Tensor | float | int) -> Any:
@@ -138,7 +137,10 @@ def allocate(buffers: Sequence[Buffer], dims: Dims, dtype: str, device: torch.de
 
 
 class Call:
-    """One op on given tensors, checked and ready to be launched any number of times."""
+    """One op on given tensors, checked and ready to be launched any number of times.
+
+    Overlapping launches begin before the launch ahead of them has ended, where the GPU can.
+    """
 
     def __init__(
         self,
@@ -149,6 +151,7 @@ class Call:
         tunables: Tunables | None = None,
         arch: str | None = None,
         numbers: Mapping[str, float | None] | None = None,
+        overlapping: bool = False,
     ):
         first = inputs[spec.storage]
         if not first.is_cuda:
@@ -161,7 +164,7 @@ class Call:
         for buffer, tensor in zip(spec.inputs, inputs, strict=True):
             _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
-        self._variant = Variant.of(spec, dtype, dims, target, tunables)
+        self._variant = Variant.of(spec, dtype, dims, target, tunables, overlapping=overlapping)
         self._device, self._target = device, target
         self._empty = not all(dims.values())
         if not self._empty:
@@ -185,11 +188,10 @@ class Call:
         if not self._empty:
             load(self._variant, self._device, self._target)
 
-    def launch(self, *, overlapping: bool = False) -> None:
-        """Enqueue it; to overlap with the launch ahead of it takes a GPU, and code for one, that can."""
+    def launch(self) -> None:
+        """Enqueue it."""
         if not self._empty:
-            kernel = load(self._variant, self._device, self._target)
-            kernel.launch(self._shape, self._values, overlapping=overlapping and arch_number(self._target) >= 90)
+            load(self._variant, self._device, self._target).launch(self._shape, self._values)
 
 
 def run(spec: KernelSpec, inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:

@@ -188,7 +188,9 @@ def best_warps(extents: Extents) -> int:
         padded = [-(-extents.tiles(s) // warps) * warps / extents.tiles(s) for s in ("qkv", "proj")]
         return max(padded)
 
-    choices = (8,) if extents.shared_bytes < 110_000 else (12, 10, 8, 16)  # each takes shared memory
+    choices: tuple[int, ...] = (12, 10, 8, 16)
+    if extents.shared_bytes < 110_000:  # each warp takes some of it
+        choices = (6,) if extents.dtype == "fp32" else (8,)
     return extents.warps or min(choices, key=lambda warps: (round(waste(warps), 2), abs(warps - 12)))
 
 

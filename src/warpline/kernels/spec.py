@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError
-from warpline.hardware import arch_supports
+from warpline.hardware import arch_number, arch_supports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,18 +100,15 @@ class Buffer:
             extents[0] = min(extents[0], dims[self.gathered_by])  # a row asked for twice need not move twice
         return math.prod(extents) * ELEMENT_BYTES[self.element(dtype)]
 
-    def declaration(self, dtype: str) -> str:
-        """The kernel parameter."""
+    def declaration(self, dtype: str, *, overlapping: bool) -> str:
+        """The kernel parameter. What is promised to be nobody else's the compiler reads whenever it likes: there is no
+        such promise about scratch, which one block writes and another reads, nor about anything in a launch that begins
+        before the one ahead of it has written."""
         kind = CUDA_TYPES[self.element(dtype)]
         if self.strided:
             return f"const warpline::View<{kind}> {self.name}"
-        # Scratch is written by one block and read by another, so it is not promised to be unaliased.
-        return {
-            "input": f"const {kind}* __restrict__ {self.name}",
-            "output": f"{kind}* __restrict__ {self.name}",
-            "updated": f"{kind}* __restrict__ {self.name}",
-            "scratch": f"{kind}* {self.name}",
-        }[self.role]
+        promise = "" if overlapping or self.role == "scratch" else "__restrict__ "
+        return f"{'const ' if self.role == 'input' else ''}{kind}* {promise}{self.name}"
 
 
 def _extent(name: str, dims: Dims) -> int:
@@ -301,9 +298,19 @@ class Variant:
     dtype: str
     constants: tuple[tuple[str, int], ...]
     tunables: tuple[tuple[str, int], ...]
+    overlapping: bool = False  # may be launched before the launch ahead of it has ended; from sm_90 on
 
     @classmethod
-    def of(cls, spec: KernelSpec, dtype: str, dims: Dims, arch: str, tunables: Tunables | None = None) -> Variant:
+    def of(
+        cls,
+        spec: KernelSpec,
+        dtype: str,
+        dims: Dims,
+        arch: str,
+        tunables: Tunables | None = None,
+        *,
+        overlapping: bool = False,
+    ) -> Variant:
         """The variant for given dimensions, with what `arch` takes by default unless tunables are given."""
         chosen = spec.default(dims, dtype, arch) if tunables is None else tunables
         if set(chosen) != set(spec.tunables):
@@ -314,7 +321,8 @@ class Variant:
             choices = ", ".join(f"{name}={value}" for name, value in chosen.items())
             raise ConfigError(f"{spec.name} cannot be built in {dtype} with {choices}")
         constants = tuple((name, dims[name]) for name in spec.constants)
-        return cls(spec, dtype, constants, tuple((name, chosen[name]) for name in spec.tunables))
+        overlapping = overlapping and arch_number(arch) >= 90
+        return cls(spec, dtype, constants, tuple((name, chosen[name]) for name in spec.tunables), overlapping)
 
     @property
     def name(self) -> str:
@@ -330,7 +338,7 @@ class Variant:
     def label(self) -> str:
         """For people."""
         numbers = " ".join(f"{name}={value}" for name, value in (*self.constants, *self.tunables))
-        return f"{self.spec.name} {self.dtype} {numbers}".strip()
+        return f"{self.spec.name} {self.dtype} {numbers}".strip() + (" overlapping" if self.overlapping else "")
 
     def launch(self, dims: Dims) -> Launch:
         """Shape of a launch over `dims`."""
@@ -354,7 +362,9 @@ class Variant:
         spec, launch = self.spec, self.smallest_launch
         parameters = self.parameters()
         declared = [
-            a.declaration(self.dtype) if isinstance(a, Buffer) else f"{'int' if a.is_int else 'float'} {a.name}"
+            a.declaration(self.dtype, overlapping=self.overlapping)
+            if isinstance(a, Buffer)
+            else f"{'int' if a.is_int else 'float'} {a.name}"
             for a in parameters
         ]
         passed = [
@@ -368,6 +378,7 @@ class Variant:
         return "\n".join(
             [
                 f"// {self.label}",
+                *(("#define WARPLINE_OVERLAPPING",) if self.overlapping else ()),
                 f'#include "{spec.header}"',
                 '#include "ptx.cuh"',
                 f'extern "C" __global__ void __launch_bounds__({launch.block}, 1)',

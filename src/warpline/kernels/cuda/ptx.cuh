@@ -5,19 +5,19 @@
 namespace warpline {
 
 // --- launches that overlap ---
-// A launch may begin before the one ahead of it in the stream has ended, where the host allows it. Otherwise both of these
-// do nothing.
+// A launch may begin before the one ahead of it in the stream has ended, where the host allows it and defines
+// WARPLINE_OVERLAPPING. Otherwise both of these do nothing.
 
-// The next launch may begin: all blocks of this one are there.
+// The next launch may begin as soon as all blocks of this one are there.
 __device__ __forceinline__ void allow_next_launch() {
-#if __CUDA_ARCH__ >= 900
+#ifdef WARPLINE_OVERLAPPING
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
 // What earlier launches wrote is there from here on, and what they read may be overwritten.
 __device__ __forceinline__ void await_previous_launch() {
-#if __CUDA_ARCH__ >= 900
+#ifdef WARPLINE_OVERLAPPING
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

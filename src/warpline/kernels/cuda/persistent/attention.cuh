@@ -57,49 +57,53 @@ class PartAttention {
         copy(s, keys, values, part.from + thread_index() / WARP * SLOTS, part.to, part.end - 1);
     }
 
-    // `posted` is where the query, the newest key and the newest value are exchanged, `apart` from each other, under
-    // `tag`. Puts the newest into the cache. Ends with each warp's result in `s`, behind a barrier. `factor`: scale *
-    // log2(e). Returns whether this thread wrote into the cache.
+    // `posted` is where the query, the newest key and the newest value are exchanged, `apart` from each other, under `tag`.
+    // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e). Returns whether this warp has the
+    // newest key and value and still has to `keep` them.
     static __device__ __forceinline__ bool run(Shared& s, T* keys, T* values, const Part& part, float factor,
                                                const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
-        const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1;
-        const bool brings = part.has_newest() && (newest - part.from) / SLOTS % WARPS == warp;
-        const Word *its_key = posted + apart + 4 * min(lane, VECTORS - 1), *its_value = its_key + apart;
-        constexpr int QUADS = ceil_div(VECTORS, 4), AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2;
+        const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1 - part.from;
+        const bool brings = part.has_newest() && newest / SLOTS % WARPS == warp, at_once = newest < AT_ONCE;
+        constexpr int QUADS = ceil_div(VECTORS, 4), AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2, PAIRS = 2 * AT_ONCE_QUADS;
         Bits q[QUADS];
-        Quad key, value;
 #pragma unroll
         for (int first = 0; first < QUADS; first += AT_ONCE_QUADS) {
-            Quad query[AT_ONCE_QUADS];
+            // Pairs of the query, and with the first of them those of the newest key and value: sixteen bytes to a lane.
+            const auto place = [&](int i) {
+                if (i < PAIRS) return posted + 4 * min((first + i / 2) * 4 + lane % 4, VECTORS - 1) + i % 2 * 2;
+                return posted + (1 + (i - PAIRS) / 2) * apart + 4 * min(lane, VECTORS - 1) + i % 2 * 2;
+            };
+            Pair pair[PAIRS + 4];
+            const int needed = first == 0 && brings ? PAIRS + 4 : PAIRS;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE_QUADS; ++i) query[i].load(posted + 4 * min((first + i) * 4 + lane % 4, VECTORS - 1));
-            if (first == 0 && brings) {
-                key.load(its_key);
-                value.load(its_value);
+            for (int i = 0; i < PAIRS + 4; ++i) {
+                if (i < needed) pair[i].load(place(i));
             }
+            await(pair, place, tag, dog, needed);
+            const auto bits = [&](int i) {
+                return Bits{pair[i].payload(0), pair[i].payload(1), pair[i + 1].payload(0), pair[i + 1].payload(1)};
+            };
 #pragma unroll
             for (int i = 0; i < AT_ONCE_QUADS; ++i) {
                 if (first + i >= QUADS) continue;
-                const int v = (first + i) * 4 + lane % 4;
-                const Bits bits = query[i].await(posted + 4 * min(v, VECTORS - 1), tag, dog);
+                const Bits found = bits(2 * i);
                 q[first + i] = {};
-                if (v >= VECTORS) continue;
-                if constexpr (sizeof(T) == 2) q[first + i] = {bits.at[0], bits.at[2], bits.at[1], bits.at[3]};  // see TileSums
-                else q[first + i] = bits;
+                if ((first + i) * 4 + lane % 4 >= VECTORS) continue;
+                if constexpr (sizeof(T) == 2) q[first + i] = {found.at[0], found.at[2], found.at[1], found.at[3]};  // see TileSums
+                else q[first + i] = found;
             }
-        }
-        wait_for_copies<0>();
-        if (brings) {
-            const Bits k = key.await(its_key, tag, dog), v = value.await(its_value, tag, dog);
-            if (lane < VECTORS) {
-                reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = k;
-                reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = v;
-                if (newest - part.from < AT_ONCE) {
-                    const int at = (newest - part.from) % SLOTS * PITCH + lane * CHUNK;
+            if (first > 0) continue;
+            wait_for_copies<0>();
+            if (brings && lane < VECTORS) {
+                const Bits k = bits(PAIRS), v = bits(PAIRS + 2);
+                if (at_once) {
+                    const int at = newest % SLOTS * PITCH + lane * CHUNK;
                     *reinterpret_cast<Bits*>(s.keys[warp] + at) = k;
                     *reinterpret_cast<Bits*>(s.values[warp] + at) = v;
-                } else {
-                    __threadfence();  // it will be copied like the others
+                } else {  // it will be copied like the others
+                    reinterpret_cast<Bits*>(keys + (part.end - 1) * DEPTH)[lane] = k;
+                    reinterpret_cast<Bits*>(values + (part.end - 1) * DEPTH)[lane] = v;
+                    __threadfence();
                 }
             }
         }
@@ -140,7 +144,16 @@ class PartAttention {
             }
         }
         sync_threads<WARPS * WARP>();
-        return brings;
+        return brings && at_once;
+    }
+
+    // Puts the newest key and value into the cache, for the next token: when nobody waits for this block any more.
+    static __device__ __forceinline__ void keep(const Shared& s, T* keys, T* values, const Part& part) {
+        const int warp = thread_index() / WARP, lane = thread_index() % WARP, newest = part.end - 1;
+        if (lane >= VECTORS) return;
+        const int at = (newest - part.from) % SLOTS * PITCH + lane * CHUNK;
+        reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = *reinterpret_cast<const Bits*>(s.keys[warp] + at);
+        reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = *reinterpret_cast<const Bits*>(s.values[warp] + at);
     }
 
     // PER columns of the block's result from `column` on; returns the logarithm (base 2) of what it weighs.

@@ -24,7 +24,6 @@ class Decode : Layers<M> {
     using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::CANDIDATES_AT;
     using typename Place::T, typename Place::TileOf, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
-    using typename Layer::RowGather;
     using Layer::stamp, Layer::words_before, Layer::vectors, Layer::ask_for_rows, Layer::normalise, Layer::set_part;
     using Layer::run_layer;
 
@@ -74,7 +73,11 @@ class Decode : Layers<M> {
         static_assert(WARP % ROWS == 0);
         unsigned long long best = 0;
         const int thread = thread_index();
-        Gather<M::BLOCKS * ROWS, THREADS>(candidates, thread).finish(tag, desk.dog, [&](int, int, const Pair& pair) {
+        gather<ceil_div(M::BLOCKS * ROWS, THREADS), 4>([&](int i) {
+            // A thread without one of its own takes one of the same row again.
+            const int at = thread + i * THREADS, last = (M::BLOCKS - 1) * ROWS + thread % ROWS;
+            return candidates + 2 * min(at, last);
+        }).finish(tag, desk.dog, [&](int, const Pair& pair) {
             best = max(best, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
         });
 #pragma unroll
@@ -180,8 +183,9 @@ class Decode : Layers<M> {
             if (thread_index() == 0) desk.dog.turn = tag;
             run_layer();
         }
-        RowGather rows = ask_for_rows(words_before() + END_AT);
-        normalise(vectors(0), vectors(WIDTH), words_before() + END_AT, tag - 1, rows);
+        auto rows = ask_for_rows(words_before() + END_AT);
+        normalise(vectors(0), vectors(WIDTH), tag - 1, rows);
+        sync_threads<THREADS>();  // here every warp needs all columns
         stamp();
         if (desk.parts > 0) __threadfence();  // keys and values are in the cache before the next token
         if constexpr (M::LOGITS) {

@@ -99,66 +99,59 @@ class Watch {
     }
 };
 
-// Reads again until both words carry the tag. A whole warp calls it and goes on together: lanes that left one by one would
-// each do what follows on their own. A lane without a pair of its own reads another's.
-__device__ __forceinline__ void await(Pair& pair, const Word* from, unsigned tag, const Watchdog& dog) {
-    while (!__all_sync(0xffffffffu, pair.carries(tag)) && !dog.dead) pair.load(from);
-}
-
-// Sixteen bytes of payload.
-struct Quad {
-    Pair low, high;
-
-    __device__ __forceinline__ void load(const Word* from) {
-        low.load(from);
-        high.load(from + 2);
-    }
-    __device__ __forceinline__ Vec<unsigned, 4> await(const Word* from, unsigned tag, const Watchdog& dog) {
-        warpline::await(low, from, tag, dog);
-        warpline::await(high, from + 2, tag, dog);
-        return {low.payload(0), low.payload(1), high.payload(0), high.payload(1)};
-    }
-};
-
-// Pairs `lane`, `lane` + STRIDE, ... below COUNT at `words`. They are asked for at once, as soon as this is made, so that
-// whatever else there is to do can be done while they come. Whole warps make it.
-template <int COUNT, int STRIDE>
-class Gather {
-    static constexpr int EACH = ceil_div(COUNT, STRIDE), AT_ONCE = EACH < 4 ? EACH : 4;
-    static constexpr bool EVEN = COUNT % STRIDE == 0;
-    const Word* words;
-    const int lane;
-    Pair pair[AT_ONCE];
-
-    __device__ __forceinline__ const Word* place(int i) const {
-        const int at = lane + i * STRIDE;
-        return words + 2 * (EVEN ? at : min(at, COUNT - 1));
-    }
-    __device__ __forceinline__ void ask(int first) {
+// Reads again until all words carry the tag, all of them each time, so that what was there late costs one more trip and not
+// one for each. A whole warp calls it and goes on together: lanes that left one by one would each do what follows on their
+// own. `from(i)` says where a lane's pair i is; a lane without one of its own reads another's. Only the first `needed` count.
+template <int N, typename From>
+__device__ __forceinline__ void await(Pair (&pair)[N], From from, unsigned tag, const Watchdog& dog, int needed = N) {
+    while (true) {
+        bool there = true;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (first + i < EACH) pair[i].load(place(first + i));
+        for (int i = 0; i < N; ++i) there &= i >= needed || pair[i].carries(tag);
+        if (__all_sync(0xffffffffu, there) || dog.dead) return;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            if (i < needed) pair[i].load(from(i));
         }
     }
+}
+
+// EACH pairs to a lane, at `from(i)`. The first of them are asked for as soon as this is made, so that whatever else there
+// is to do can be done while they come. Whole warps make it.
+template <int EACH, int AT_ONCE, typename From>
+class Gather {
+    static constexpr int FIRST = EACH < AT_ONCE ? EACH : AT_ONCE;
+    const From from;
+    Pair pair[FIRST];
 
    public:
-    __device__ __forceinline__ Gather(const Word* words, int lane) : words(words), lane(lane) { ask(0); }
+    __device__ __forceinline__ explicit Gather(From from) : from(from) {
+#pragma unroll
+        for (int i = 0; i < FIRST; ++i) pair[i].load(from(i));
+    }
 
-    // f(i, index of the pair, pair), for each pair as soon as it is there.
+    // f(i, pair), for each pair when it is there.
     template <typename F>
     __device__ __forceinline__ void finish(unsigned tag, const Watchdog& dog, F f) {
 #pragma unroll
-        for (int first = 0; first < EACH; first += AT_ONCE) {
-            if (first > 0) ask(first);
+        for (int first = 0; first < EACH; first += FIRST) {
+            const auto place = [&](int i) { return from(min(first + i, EACH - 1)); };
+            if (first > 0) {
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                if (first + i >= EACH) continue;
-                const int at = lane + (first + i) * STRIDE;
-                await(pair[i], place(first + i), tag, dog);
-                if (EVEN || at < COUNT) f(first + i, at, pair[i]);
+                for (int i = 0; i < FIRST; ++i) pair[i].load(place(i));
+            }
+            await(pair, place, tag, dog);
+#pragma unroll
+            for (int i = 0; i < FIRST; ++i) {
+                if (first + i < EACH) f(first + i, pair[i]);
             }
         }
     }
 };
+
+template <int EACH, int AT_ONCE, typename From>
+__device__ __forceinline__ Gather<EACH, AT_ONCE, From> gather(From from) {
+    return Gather<EACH, AT_ONCE, From>(from);
+}
 
 }  // namespace warpline

@@ -12,9 +12,9 @@ class Layers : protected Layout<M> {
    protected:
     using Place = Layout<M>;
     using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
-    using Place::DEPTH, Place::PER, Place::TEAM, Place::BIASES, Place::PITCH, Place::HEAD_WORDS;
+    using Place::DEPTH, Place::PER, Place::BIASES, Place::SLAB, Place::INNER_SLAB, Place::PITCH, Place::HEAD_WORDS;
     using Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT, Place::FC_AT, Place::END_AT, Place::TURN;
-    using typename Place::T, typename Place::TileOf, typename Place::Attention, typename Place::Desk, typename Place::Ring, typename Place::TapeOf;
+    using typename Place::T, typename Place::TileOf, typename Place::Attention, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     template <int INPUTS, int UNITS>
     using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
 
@@ -57,87 +57,83 @@ class Layers : protected Layout<M> {
         return reinterpret_cast<const Vec<T, 2>&>(bits);
     }
 
-    // A row belongs to a team of warps, and of a row every lane of the team has some pairs of neighbours.
-    static constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAM * WARP, PAIRS = WIDTH / 2, EACH = ceil_div(PAIRS, STRIDE);
-    using RowGather = Gather<PAIRS, STRIDE>;
-
-    // The residual rows as the stage before posted them: this team's first.
-    __device__ __forceinline__ RowGather ask_for_rows(const Word* from) const {
-        const int thread = thread_index();
-        return RowGather(from + min(thread / STRIDE, ROWS - 1) * WIDTH, thread % STRIDE);
+    // Of every row a warp has SLAB columns, and of those each lane some pairs of neighbours.
+    static constexpr int EACH = ceil_div(SLAB / 2, WARP), AT_ONCE = ROWS > 2 ? 8 : 4;
+    static __device__ __forceinline__ int column_of(int i) {
+        const int within = 2 * (thread_index() % WARP + i * WARP), column = thread_index() / WARP * SLAB + within;
+        return (SLAB / 2 % WARP == 0 || within < SLAB) && (WARPS * SLAB == WIDTH || column < WIDTH) ? column : -1;
     }
 
-    // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(row, lane, v) has a lane's pairs.
+    // The residual rows as the stage before posted them.
+    static __device__ __forceinline__ auto ask_for_rows(const Word* from) {
+        return gather<ROWS * EACH, AT_ONCE>([from](int i) { return from + i / EACH * WIDTH + max(column_of(i % EACH), 0); });
+    }
+
+    // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(v) has this lane's pairs.
     template <typename Load>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, Load load) {
-        const int team = thread_index() / STRIDE, lane = thread_index() % STRIDE;
         Vec<T, 2> scale[EACH], shift[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            if (lane + i * STRIDE >= PAIRS) continue;
-            scale[i] = load_pair(gamma, lane + i * STRIDE);
-            shift[i] = load_pair(beta, lane + i * STRIDE);
+            scale[i] = load_pair(gamma, max(column_of(i), 0) / 2);
+            shift[i] = load_pair(beta, max(column_of(i), 0) / 2);
         }
+        float v[ROWS * EACH][2], sums[2 * ROWS] = {};  // of each row, then the squares of each row
+        load(v);
 #pragma unroll
-        for (int first = 0; first < ROWS; first += TEAMS) {
-            const int row = first + team;
-            float v[EACH][2], sum = 0.f, squares = 0.f;
-            if (row < ROWS && team < TEAMS) {
-                load(row, lane, v);
+        for (int i = 0; i < ROWS * EACH; ++i) {
+            const int column = column_of(i % EACH), row = i / EACH;
+            if (column < 0) continue;
+            sums[row] += v[i][0] + v[i][1];
+            sums[ROWS + row] += v[i][0] * v[i][0] + v[i][1] * v[i][1];
+            *reinterpret_cast<Vec<float, 2>*>(desk.x + row * WIDTH + column) = {v[i][0], v[i][1]};
+        }
+        constexpr int SHARE = WARP / (2 * ROWS);  // lanes that end with the same sum
+        const int lane = thread_index() % WARP;
+        const float sum = scatter_sums(sums);
+        if (lane % SHARE == 0) desk.sums[lane / SHARE][thread_index() / WARP] = sum;
+        sync_threads<THREADS>();
+        const float total = sum_of<WARPS>(desk.sums[lane % (2 * ROWS)]);
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    if (lane + i * STRIDE >= PAIRS) continue;
-                    sum += v[i][0] + v[i][1];
-                    squares += v[i][0] * v[i][0] + v[i][1] * v[i][1];
-                    *reinterpret_cast<Vec<float, 2>*>(desk.x + row * WIDTH + 2 * (lane + i * STRIDE)) = {v[i][0], v[i][1]};
-                }
-            }
-            const auto add = [](float p, float q) { return p + q; };
-            sum = warp_reduce(sum, add);
-            squares = warp_reduce(squares, add);
-            if constexpr (TEAM > 1) {
-                if (thread_index() % WARP == 0) {
-                    desk.sums[thread_index() / WARP] = sum;
-                    desk.squares[thread_index() / WARP] = squares;
-                }
-                sync_threads<THREADS>();
-                sum = sum_of<TEAM>(desk.sums + min(team, TEAMS - 1) * TEAM);
-                squares = sum_of<TEAM>(desk.squares + min(team, TEAMS - 1) * TEAM);
-                if (first + TEAMS < ROWS) sync_threads<THREADS>();
-            }
-            if (row >= ROWS || team >= TEAMS) continue;
-            const float mean = sum * (1.f / WIDTH);
-            const float inverse = rsqrt_approx(fmaxf(squares * (1.f / WIDTH) - mean * mean, 0.f) + a.epsilon);
+        for (int row = 0; row < ROWS; ++row) {
+            const float mean = __shfl_sync(0xffffffffu, total, row) * (1.f / WIDTH);
+            const float square = __shfl_sync(0xffffffffu, total, ROWS + row) * (1.f / WIDTH);
+            const float inverse = rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
-                if (lane + i * STRIDE >= PAIRS) continue;
+                const int column = column_of(i);
+                if (column < 0) continue;
+                Vec<T, 2> result;
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    v[i][j] = (v[i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]);
+                    result.at[j] = from_float<T>((v[row * EACH + i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]));
                 }
-                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + 2 * (lane + i * STRIDE)) = {from_float<T>(v[i][0]), from_float<T>(v[i][1])};
+                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + column) = result;
             }
         }
-        sync_threads<THREADS>();
+        __syncwarp();
     }
 
-    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, const Word* from, unsigned its_tag, RowGather& asked) {
-        normalise(gamma, beta, [&](int row, int lane, auto& v) {
-            const auto take = [&](int i, int, const Pair& pair) {
+    template <typename Rows>
+    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, unsigned its_tag, Rows& asked) {
+        normalise(gamma, beta, [&](auto& v) {
+            asked.finish(its_tag, desk.dog, [&](int i, const Pair& pair) {
                 v[i][0] = __uint_as_float(pair.payload(0));
                 v[i][1] = __uint_as_float(pair.payload(1));
-            };
-            if (row < TEAMS) asked.finish(its_tag, desk.dog, take);
-            else RowGather(from + row * WIDTH, lane).finish(its_tag, desk.dog, take);
+            });
         });
     }
 
     __device__ __forceinline__ const T* vectors(int which) const { return a.vectors + (static_cast<long long>(layer) * (9 * WIDTH + INNER) + which); }
 
+    // Where the sums of a stage meet.
+    template <Stage STAGE>
+    __device__ __forceinline__ float* partial() const { return STAGE % 2 ? desk.other_partial : desk.partial; }
+
     // A stage's outputs, with bias, PER to a thread: f(output, row, values).
     template <Stage STAGE, int BIAS_AT, typename P, typename F>
     __device__ __forceinline__ void outputs(F f) {
-        P::template each<PER>(desk.plan.units[STAGE], desk.partial, [&](int output, int row, float (&value)[PER]) {
+        P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
 #pragma unroll
             for (int j = 0; j < PER; ++j) value[j] += to_float(desk.bias[layer * BIASES + BIAS_AT + output + j]);
             f(desk.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
@@ -186,7 +182,7 @@ class Layers : protected Layout<M> {
             const Part& part = desk.part;
             const Word* posted = words() + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
             const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
-            Attention::run(desk.attention, a.k + place(), a.v + place(), part, factor, posted, WIDTH / PER, tag, desk.dog);
+            const bool keeps = Attention::run(desk.attention, a.k + place(), a.v + place(), part, factor, posted, WIDTH / PER, tag, desk.dog);
             const int thread = thread_index();
             if (thread < DEPTH / PER) {
                 float value[PER];
@@ -195,6 +191,7 @@ class Layers : protected Layout<M> {
                 post(target + thread, packed(value), tag);
                 if (thread < 2) post(target + DEPTH / PER + thread, weight, tag);
             }
+            if (keeps) Attention::keep(desk.attention, a.k + place(), a.v + place(), part);
         }
         if (parts > 1) change_part(0);  // for the next layer
     }
@@ -206,77 +203,112 @@ class Layers : protected Layout<M> {
         if (i > 0) begin_attention();
     }
 
-    // The heads' outputs into desk.h, parts of a context merged in order.
+    // The heads' outputs, as far as they are this warp's columns, into desk.h.
     __device__ __forceinline__ void gather_attention() {
-        constexpr int PAIRS = WIDTH / (2 * PER), AT_ONCE = ROWS > 2 ? 1 : 2;  // sixteen bytes of words each
-        const int thread = thread_index();
-        for (int first = thread - thread % WARP; first < ROWS * PAIRS; first += THREADS) {  // whole warps
-            const int i = min(first + thread % WARP, ROWS * PAIRS - 1), row = i / PAIRS, column = i % PAIRS * (2 * PER), head = column / DEPTH;
-            const Word* from = words() + ATTENTION_AT + (row * HEADS + head) * M::SPLITS * HEAD_WORDS;
-            const int at = column % DEPTH / PER;
-            Vec<unsigned, 2> result;
-            if (splits == 1) {
-                Pair pair;
-                pair.load(from + at);
-                await(pair, from + at, tag, desk.dog);
-                result = {pair.payload(0), pair.payload(1)};
-            } else {
-                float heaviest = LOWEST, total = 0.f, sum[2 * PER] = {};
+        constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS;  // of words, of a row and of all
+        constexpr int LANES = MINE < WARP && WARP % MINE == 0 ? MINE : WARP;
+        const int lane = thread_index() % WARP, slab = thread_index() / WARP * SLAB;
+        // Of a lane's pair i: the row, the column, and where the first part of its head begins.
+        struct Spot {
+            int row, column;
+            const Word* head;
+        };
+        const auto spot = [&](int i) {
+            const int n = min(lane % LANES + i * LANES, MINE - 1), row = n / PAIRS, column = min(slab + n % PAIRS * (2 * PER), WIDTH - 2 * PER);
+            return Spot{row, column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::SPLITS * HEAD_WORDS};
+        };
+        const auto leave = [&](const Spot& s, Vec<unsigned, 2> bits) {
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + s.row * PITCH + s.column) = bits;
+        };
+        if (splits == 1) {
+            gather<ceil_div(MINE, LANES), 4>([&](int i) {
+                const Spot s = spot(i);
+                return s.head + s.column % DEPTH / PER;
+            }).finish(tag, desk.dog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
+        } else {
 #pragma unroll 1
-                for (int split = 0; split < splits; split += AT_ONCE) {
-                    Pair part[AT_ONCE], weights[AT_ONCE];
-#pragma unroll
-                    for (int s = 0; s < AT_ONCE; ++s) {
-                        if (split + s >= splits) continue;
-                        part[s].load(from + (split + s) * HEAD_WORDS + at);
-                        weights[s].load(from + (split + s) * HEAD_WORDS + DEPTH / PER);
-                    }
-#pragma unroll
-                    for (int s = 0; s < AT_ONCE; ++s) {
-                        if (split + s >= splits) continue;
-                        await(part[s], from + (split + s) * HEAD_WORDS + at, tag, desk.dog);
-                        await(weights[s], from + (split + s) * HEAD_WORDS + DEPTH / PER, tag, desk.dog);
-                        const float weight = __uint_as_float(weights[s].payload(0)), before = heaviest;
-                        heaviest = fmaxf(heaviest, weight);
-                        const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
-                        total = total * rescale + share;
-                        const Vec<unsigned, 2> bits = {part[s].payload(0), part[s].payload(1)};
-                        const auto& value = reinterpret_cast<const Vec<T, 2 * PER>&>(bits);
-#pragma unroll
-                        for (int j = 0; j < 2 * PER; ++j) sum[j] = sum[j] * rescale + share * to_float(value.at[j]);
-                    }
-                }
-                const float inverse = rcp_approx(total);
-                Vec<T, 2 * PER> value;
-#pragma unroll
-                for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
-                result = reinterpret_cast<const Vec<unsigned, 2>&>(value);
-            }
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + row * PITCH + column) = result;
+            for (int i = 0; i < ceil_div(MINE, LANES); ++i) leave(spot(i), merged<LANES>(spot(i).head, spot(i).column % DEPTH / PER));
         }
-        sync_threads<THREADS>();
+        __syncwarp();
     }
 
-    static constexpr int HIDDEN_PAIRS = INNER / (2 * PER);
-    using HiddenGather = Gather<ROWS * HIDDEN_PAIRS, THREADS>;
-
-    __device__ __forceinline__ void gather_hidden(HiddenGather& asked) {
-        asked.finish(tag, desk.dog, [&](int, int at, const Pair& pair) {
-            const Vec<unsigned, 2> bits = {pair.payload(0), pair.payload(1)};
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + at / HIDDEN_PAIRS * PITCH + at % HIDDEN_PAIRS * (2 * PER)) = bits;
-        });
-        sync_threads<THREADS>();
-    }
-
-    // Token and position embedding of a row, as far as a lane of its team has it.
-    template <typename V>
-    __device__ __forceinline__ void embed(int row, int lane, V& v) {
-        const auto* token = reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(desk.rows[row].token) * WIDTH);
-        const auto* place = reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(max(desk.rows[row].length - 1, 0)) * WIDTH);
+    // A pair of words of a head whose context was attended to in parts; lanes LANES apart share the parts.
+    template <int LANES>
+    __device__ __forceinline__ Vec<unsigned, 2> merged(const Word* head, int at) {
+        constexpr int AT_ONCE = 3;
+        float heaviest = LOWEST, total = 0.f, sum[2 * PER] = {};
+#pragma unroll 1
+        for (int first = thread_index() % WARP / LANES; first - thread_index() % WARP / LANES < splits; first += AT_ONCE * (WARP / LANES)) {
+            const auto part = [&](int i) { return min(first + i * (WARP / LANES), splits - 1) * HEAD_WORDS; };
+            const auto place = [&](int i) { return head + part(i / 2) + (i % 2 ? DEPTH / PER : at); };
+            Pair pair[2 * AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < ceil_div(PAIRS, STRIDE); ++i) {
-            if (lane + i * STRIDE >= PAIRS) continue;
-            const Vec<T, 2> t = token[lane + i * STRIDE], p = place[lane + i * STRIDE];
+            for (int i = 0; i < 2 * AT_ONCE; ++i) pair[i].load(place(i));
+            await(pair, place, tag, desk.dog);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const float weight = first + i * (WARP / LANES) < splits ? __uint_as_float(pair[2 * i + 1].payload(0)) : LOWEST;
+                const Vec<unsigned, 2> bits = {pair[2 * i].payload(0), pair[2 * i].payload(1)};
+                add_part(heaviest, total, sum, weight, 1.f, reinterpret_cast<const Vec<T, 2 * PER>&>(bits));
+            }
+        }
+#pragma unroll
+        for (int other = LANES; other < WARP; other *= 2) {
+            Vec<float, 2 * PER> its;
+#pragma unroll
+            for (int j = 0; j < 2 * PER; ++j) its.at[j] = __shfl_xor_sync(0xffffffffu, sum[j], other);
+            const float weight = __shfl_xor_sync(0xffffffffu, heaviest, other);
+            add_part(heaviest, total, sum, weight, __shfl_xor_sync(0xffffffffu, total, other), its);
+        }
+        const float inverse = rcp_approx(total);
+        Vec<T, 2 * PER> value;
+#pragma unroll
+        for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
+        return reinterpret_cast<const Vec<unsigned, 2>&>(value);
+    }
+
+    // What was found in parts that weigh 2^heaviest * total together, and another that weighs 2^weight * amount.
+    template <typename V>
+    static __device__ __forceinline__ void add_part(float& heaviest, float& total, float (&sum)[2 * PER], float weight, float amount, const V& value) {
+        const float before = heaviest;
+        heaviest = fmaxf(heaviest, weight);
+        const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
+        total = total * rescale + share * amount;
+#pragma unroll
+        for (int j = 0; j < 2 * PER; ++j) sum[j] = sum[j] * rescale + share * to_float(value.at[j]);
+    }
+
+    // The hidden rows, as far as they are this warp's columns.
+    static constexpr int HIDDEN_PAIRS = INNER_SLAB / (2 * PER), HIDDEN_EACH = ceil_div(HIDDEN_PAIRS, WARP);
+    static __device__ __forceinline__ int hidden_column(int i) {
+        const int within = thread_index() % WARP + i * WARP, column = thread_index() / WARP * INNER_SLAB + within * (2 * PER);
+        return (HIDDEN_PAIRS % WARP == 0 || within < HIDDEN_PAIRS) && (WARPS * INNER_SLAB == INNER || column < INNER) ? column : -1;
+    }
+    __device__ __forceinline__ auto ask_for_hidden() const {
+        const Word* from = words() + FC_AT;
+        return gather<ROWS * HIDDEN_EACH, AT_ONCE>([from](int i) {
+            return from + (i / HIDDEN_EACH * INNER + max(hidden_column(i % HIDDEN_EACH), 0)) / PER;
+        });
+    }
+    template <typename Hidden>
+    __device__ __forceinline__ void gather_hidden(Hidden& asked) {
+        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            const int column = hidden_column(i % HIDDEN_EACH);
+            if (column < 0) return;
+            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + i / HIDDEN_EACH * PITCH + column) = {pair.payload(0), pair.payload(1)};
+        });
+        __syncwarp();
+    }
+
+    // Token and position embedding of the rows, as far as a lane has them.
+    template <typename V>
+    __device__ __forceinline__ void embed(V& v) {
+#pragma unroll
+        for (int i = 0; i < ROWS * EACH; ++i) {
+            const Row& row = desk.rows[i / EACH];
+            const int column = max(column_of(i % EACH), 0);
+            const auto t = *reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(row.token) * WIDTH + column);
+            const auto p = *reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(max(row.length - 1, 0)) * WIDTH + column);
             v[i][0] = to_float(t.at[0]) + to_float(p.at[0]);
             v[i][1] = to_float(t.at[1]) + to_float(p.at[1]);
         }
@@ -288,17 +320,17 @@ class Layers : protected Layout<M> {
             ProductOf<WIDTH, M::QKV_UNITS> qkv;
             const T *gamma = vectors(0), *beta = vectors(WIDTH);
             if (layer > 0) {
-                RowGather rows = ask_for_rows(words_before() + END_AT);
+                auto rows = ask_for_rows(words_before() + END_AT);
                 begin_attention();
                 qkv.begin(tape, desk.plan.units[QKV]);
-                normalise(gamma, beta, words_before() + END_AT, tag - 1, rows);
+                normalise(gamma, beta, tag - 1, rows);
             } else {
                 begin_attention();
                 qkv.begin(tape, desk.plan.units[QKV]);
-                normalise(gamma, beta, [&](int row, int lane, auto& v) { embed(row, lane, v); });
+                normalise(gamma, beta, [&](auto& v) { embed(v); });
             }
             stamp();
-            qkv.finish(tape, desk.h, PITCH, desk.partial);
+            qkv.finish(tape, desk.h, PITCH, partial<QKV>());
             outputs<QKV, 0, decltype(qkv)>([&](int output, int row, float (&value)[PER]) {
                 post(words() + QKV_AT + (row * 3 * WIDTH + output) / PER, packed(value), tag);
             });
@@ -311,17 +343,17 @@ class Layers : protected Layout<M> {
             out.begin(tape, desk.plan.units[OUT]);
             gather_attention();
             stamp();
-            out.finish(tape, desk.h, PITCH, desk.partial);
+            out.finish(tape, desk.h, PITCH, partial<OUT>());
             post_residual<OUT, M::QKV_UNITS * TILE_OUTPUTS, decltype(out)>(MIDDLE_AT);
             stamp();
         }
         {
             ProductOf<WIDTH, M::FC_UNITS> fc;
-            RowGather rows = ask_for_rows(words() + MIDDLE_AT);
+            auto rows = ask_for_rows(words() + MIDDLE_AT);
             fc.begin(tape, desk.plan.units[FC]);
-            normalise(vectors(6 * WIDTH), vectors(7 * WIDTH), words() + MIDDLE_AT, tag, rows);
+            normalise(vectors(6 * WIDTH), vectors(7 * WIDTH), tag, rows);
             stamp();
-            fc.finish(tape, desk.h, PITCH, desk.partial);
+            fc.finish(tape, desk.h, PITCH, partial<FC>());
             outputs<FC, (M::QKV_UNITS + M::OUT_UNITS) * TILE_OUTPUTS, decltype(fc)>([&](int output, int row, float (&value)[PER]) {
 #pragma unroll
                 for (int j = 0; j < PER; ++j) value[j] = gelu_of<false>(value[j]);
@@ -331,11 +363,11 @@ class Layers : protected Layout<M> {
         }
         {
             ProductOf<INNER, M::PROJ_UNITS> proj;
-            HiddenGather hidden(words() + FC_AT, thread_index());
+            auto hidden = ask_for_hidden();
             proj.begin(tape, desk.plan.units[PROJ]);
             gather_hidden(hidden);
             stamp();
-            proj.finish(tape, desk.h, PITCH, desk.partial);
+            proj.finish(tape, desk.h, PITCH, partial<PROJ>());
             post_residual<PROJ, (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS) * TILE_OUTPUTS, decltype(proj)>(END_AT);
             stamp();
         }

@@ -24,18 +24,18 @@ struct Layout {
     using T = typename M::T;
     static constexpr int ROWS = M::ROWS, WARPS = M::WARPS, THREADS = WARPS * WARP, WIDTH = M::WIDTH, INNER = M::INNER;
     static constexpr int HEADS = M::HEADS, DEPTH = WIDTH / HEADS, PER = PER_WORD<T>;
-    static constexpr int TEAM = WARPS >= power_of_two_from(ROWS) ? WARPS / power_of_two_from(ROWS) : 1;  // warps to a row
     using TileOf = TileSums<T, ROWS>;
     using Attention = PartAttention<T, DEPTH, WARPS>;
 
     // --- shared memory ---
 
     static constexpr int BIASES = (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;
-    static constexpr int LARGEST = WIDTH > INNER ? WIDTH : INNER;
-    static constexpr int PADDED = ceil_div(LARGEST, WARPS * TileOf::INPUTS) * WARPS * TileOf::INPUTS;
-    static constexpr int PITCH = ceil_div(PADDED, 64) * 64 + 32;  // neighbouring rows on different banks
+    template <int INPUTS, int UNITS>
+    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS>;
+    static constexpr int SLAB = ProductOf<WIDTH, 1>::SLAB, INNER_SLAB = ProductOf<INNER, 1>::SLAB;  // a warp's columns
     static constexpr int most(int a, int b) { return a > b ? a : b; }
-    static constexpr int MOST_UNITS = most(most(M::QKV_UNITS, M::OUT_UNITS), most(M::FC_UNITS, M::PROJ_UNITS));
+    static constexpr int PITCH = ceil_div(WARPS * most(SLAB, INNER_SLAB), 64) * 64 + 32;  // neighbouring rows on different banks
+    static constexpr int SUMS = TILE_OUTPUTS * ROWS * WARPS;  // of a unit
 
     struct Row {
         int length, token;              // so far, and the last of it
@@ -46,12 +46,13 @@ struct Layout {
     };
 
     struct alignas(16) Desk {
-        T h[ROWS * PITCH];      // what is multiplied
+        T h[ROWS * PITCH];      // what is multiplied: a warp writes and reads its own columns, except for the LM head
         float x[ROWS * WIDTH];  // the residual rows
-        alignas(16) float partial[MOST_UNITS * TILE_OUTPUTS * ROWS * WARPS];
+        alignas(16) float partial[most(M::QKV_UNITS, M::FC_UNITS) * SUMS];       // stages take turns, so that one
+        alignas(16) float other_partial[most(M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
+        alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
         typename Attention::Shared attention;
         T bias[M::LAYERS * BIASES];
-        alignas(16) float sums[WARPS], squares[WARPS];
         BlockPlan plan;
         unsigned long long best[ROWS];
         Row rows[ROWS];
@@ -69,9 +70,6 @@ struct Layout {
     static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
     static_assert(FITS > 8 || !HAS_ASYNC_COPIES, "too little shared memory");
     static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");
-
-    template <int INPUTS, int UNITS>
-    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS>;
 
     // --- the words of a turn ---
 

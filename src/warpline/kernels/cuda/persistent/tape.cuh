@@ -6,7 +6,8 @@
 // own 16 bytes and is the only one to read them back, so it waits for nobody. Without (Turing) a lane loads its bytes into
 // registers when it takes them, which is before it waits for what they are multiplied with.
 // Tried and lost: every lane's own copies on sm_90 too, which keep addresses in registers that the stages need; pauses
-// between the copies, so that they do not come in bursts, which changed nothing.
+// between the copies, so that they do not come in bursts, which changed nothing; having L2 fetch steps long before they are
+// copied, which delayed what the blocks exchange; having L2 keep a part of the LM head from one token to the next.
 #pragma once
 #include "common.cuh"
 #include "persistent/exchange.cuh"
@@ -232,8 +233,8 @@ __device__ __forceinline__ float sum_of(const float* from) {
     return sum.at[0];
 }
 
-// One stage's product: y = W x for the outputs that this block owns, its tiles spread over the warps. `begin` may be
-// called before x is there.
+// One stage's product: y = W x for the outputs that this block owns. Of x every warp has SLAB neighbouring columns, which it
+// alone multiplies; the warps' sums meet in `partial`. `begin` may be called before x is there.
 template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS>
 class Product {
     using Sums = TileSums<T, ROWS>;
@@ -242,6 +243,11 @@ class Product {
     static constexpr int MOST = MOST_UNITS * STEPS, HELD = MOST < 8 ? MOST : 8;
     Bits held[HELD];
     int steps;
+
+   public:
+    static constexpr int SLAB = STEPS * Sums::INPUTS;
+
+   private:
 
     // Sums go to partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
     __device__ __forceinline__ static void leave(Sums& sums, int unit, float* partial, int thread) {
@@ -262,8 +268,8 @@ class Product {
     template <typename Tape>
     __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
         const int thread = thread_index();
-        x = Sums::lane_of(thread, x, pitch) + thread / WARP * Sums::INPUTS;
-        constexpr int STRIDE = WARPS * Sums::INPUTS, KEPT = ROWS * STEPS <= 4 ? STEPS : 0;
+        x = Sums::lane_of(thread, x, pitch) + thread / WARP * SLAB;
+        constexpr int STRIDE = Sums::INPUTS, KEPT = ROWS * STEPS <= 4 ? STEPS : 0;
         typename Sums::Rows kept[KEPT > 0 ? KEPT : 1];  // what several units are multiplied with, where it is little
 #pragma unroll
         for (int i = 0; i < KEPT; ++i) kept[i] = Sums::load(x + i * STRIDE, pitch);
