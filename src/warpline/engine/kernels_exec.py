@@ -38,7 +38,7 @@ class KernelsExecutor(Executor):
         self.chunk = 8 if device.type == "cuda" else 1
         self._weights = weights
         self._prompts = PromptExecutor(weights, device, dtype)
-        self._made: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._made: dict[tuple[int, str], Callable[[], None]] = {}
         self._logits: dict[int, Tensor] = {}
         self._of: State | None = None
 
@@ -51,29 +51,30 @@ class KernelsExecutor(Executor):
             self._made.clear()
             self._logits.clear()
             self._of = state
-        needs = state.needs
-        plain = not (needs.penalty or needs.random or needs.min_length or needs.logprobs is not None)
         for _ in range(n):
-            self._step(state, likeliest=plain and state.batch <= 8)
+            self._step(state)
 
     @torch.inference_mode()
     def observe(self, state: State) -> dict[str, Tensor]:
         """Every op has its own output, so all of them are still there."""
         batch = state.batch
         named = buffers(self._weights, state, batch)
-        self._prepare(decode_step(self._weights, batch, likeliest=False), named)()
+        self._prepare(decode_step(self._weights, batch, "logits"), named)()
         advance(state, named["logits"])
         state.longest = min(state.longest + 1, state.capacity)
         return {name: named[name].clone() for name in order(self.config.n_layer)}
 
-    def _step(self, state: State, *, likeliest: bool) -> None:
-        rows = self._rows(state)
-        if (rows, likeliest) not in self._made:
+    def _step(self, state: State) -> None:
+        needs, rows = state.needs, self._rows(state)
+        end = "drawn" if needs.penalty or needs.random or needs.min_length else "likeliest"
+        if needs.logprobs is not None:
+            end = "logits"
+        if (rows, end) not in self._made:
             named = buffers(self._weights, state, rows)
             self._logits[rows] = named["logits"]
-            self._made[rows, likeliest] = self._prepare(decode_step(self._weights, rows, likeliest=likeliest), named)
-        self._made[rows, likeliest]()
-        if not likeliest:
+            self._made[rows, end] = self._prepare(decode_step(self._weights, rows, end), named)
+        self._made[rows, end]()
+        if end == "logits":
             advance(state, self._logits[rows][: state.batch])
 
     def _rows(self, state: State) -> int:

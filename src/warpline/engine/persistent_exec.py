@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS
+from warpline.engine.bind import bind
+from warpline.engine.draw import drawing
 from warpline.engine.executor import Executor
 from warpline.engine.prompts import PromptExecutor
 from warpline.engine.sampling import advance
@@ -61,6 +64,8 @@ class PersistentExecutor(Executor):
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None
+        self._drawing: list[Callable[[], None]] = []
+        self._drawn_for: tuple[State | None, int, int] = (None, 0, 0)
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: Tensor | None = None
 
@@ -89,7 +94,18 @@ class PersistentExecutor(Executor):
             return
         program = self._program(state.batch, logits=True)
         for _ in range(n):
-            advance(state, self._launch(state, 1, program))
+            logits = self._launch(state, 1, program)
+            if needs.logprobs is not None:
+                advance(state, logits)
+            else:
+                self._draw(state, logits)
+
+    @torch.inference_mode()
+    def _draw(self, state: State, logits: Tensor) -> None:
+        if self._drawn_for != (key := (state, logits.data_ptr(), len(logits))):
+            self._drawing, self._drawn_for = bind(drawing(state, logits)), key
+        for launch in self._drawing:
+            launch()
 
     def observe(self, state: State) -> dict[str, Tensor]:
         """From a launch that keeps what its blocks exchange."""

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from warpline.engine.bind import Bound, bind
+from warpline.engine.draw import drawing
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
 from warpline.engine.torch_exec import TorchExecutor
 from warpline.kernels.catalog import find
+from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.model.weights import Weights
 
 #: Prompts are run as if they were as long as the next of these.
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+
+#: Up to so many tokens at once products in half precision are our own; beyond, the vendor's are faster.
+MOST_OWN_ROWS = 256
 
 
 class PromptExecutor(TorchExecutor):
@@ -37,26 +42,26 @@ class PromptExecutor(TorchExecutor):
         if self._of is not state:  # what was made points into another state
             self._passes.clear()
             self._of = state
-        needs = state.needs
-        plain = not (needs.penalty or needs.random or needs.min_length or needs.logprobs is not None)
+        draws = state.needs.logprobs is None
         length = next((n for n in LENGTHS if n >= state.longest), state.longest)
-        key = (state.batch, min(length, state.capacity), plain)
+        key = (state.batch, min(length, state.capacity), draws)
         if key not in self._passes:
-            self._passes[key] = Pass(self._weights, state, *key[:2], choose=plain)
+            self._passes[key] = Pass(self._weights, state, *key[:2], draws=draws)
         with self._chosen_kernels():
             self._passes[key].run()
-        if not plain:
+        if not draws:
             advance(state, self._passes[key].logits)
 
 
 class Pass:
-    """A pass over `batch` prompts of up to `length` tokens, bound to memory; with `choose` the likeliest tokens are
-    appended, otherwise it ends with `logits`."""
+    """A pass over `batch` prompts of up to `length` tokens, bound to memory; with `draws` a token is appended to each,
+    otherwise it ends with `logits`."""
 
-    def __init__(self, weights: Weights, state: State, batch: int, length: int, *, choose: bool):
+    def __init__(self, weights: Weights, state: State, batch: int, length: int, *, draws: bool):
         self.weights, self.state, self.batch, self.length = weights, state, batch, length
         config, some = weights.config, weights.tensors["wte.weight"]
         rows = batch * length
+        self._ours = some.dtype != torch.float32 and rows <= MOST_OWN_ROWS
 
         def room(*shape: int) -> Tensor:
             return some.new_empty(shape)
@@ -68,9 +73,9 @@ class Pass:
         self.heads = room(batch, length, config.n_head, config.head_size)
         self.logits = room(batch, config.vocab_size)
         steps = [*self._body(), *self._end()]
-        if choose:
-            steps.append(lambda: advance(state, self.logits))
-        self._steps = bind(steps)
+        if draws:
+            steps += drawing(state, self.logits)
+        self._steps = bind(steps, overlapping=True)
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -113,7 +118,7 @@ class Pass:
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
             steps += [
                 self._product(f"{h}.attn.c_attn", self.normal, self.qkv),
-                self._keep(layer, k, v),
+                Bound(find("fill_cache"), [k, v, *self._slots(layer)], [], {}),
                 Bound(find("flash_attention"), [q, k, v, state.length[:batch]], [self.heads], numbers),
                 self._product(f"{h}.attn.c_proj", self.heads.view(-1, config.n_embd), self.projected),
                 self._residual(self.x, f"{h}.ln_2", self.middle),
@@ -123,6 +128,10 @@ class Pass:
             if layer + 1 < config.n_layer:
                 steps.append(self._residual(self.middle, f"h.{layer + 1}.ln_1", self.x))
         return steps
+
+    def _slots(self, layer: int) -> list[Tensor]:
+        """Where the prompts' keys and values go."""
+        return [c[layer, : self.batch, :, : self.length] for c in (self.state.cache.k, self.state.cache.v)]
 
     @property
     def _epsilon(self) -> dict[str, float]:
@@ -136,8 +145,10 @@ class Pass:
         inputs = [self.projected, residual, *self._affine(norm)]
         return Bound(find("residual_layernorm"), inputs, [total, self.normal], self._epsilon)
 
-    def _product(self, name: str, source: Tensor, target: Tensor) -> Callable[[], None]:
+    def _product(self, name: str, source: Tensor, target: Tensor) -> Bound | Callable[[], None]:
         weight, bias = self._affine(name)
+        if self._ours:
+            return Bound(find("matmul_bias"), [source, weight, bias], [target], {})
 
         def multiply() -> None:
             torch.addmm(bias, source, weight.T, out=target)
@@ -147,6 +158,8 @@ class Pass:
     def _expansion(self, name: str) -> list[Bound | Callable[[], None]]:
         """FC with bias and GELU: the vendor's epilogue in half precision, a kernel of ours in float32."""
         weight, bias = self._affine(name)
+        if self._ours:
+            return [Bound(find("matmul_bias_gelu"), [self.normal, weight, bias], [self.hidden], {})]
         if weight.dtype == torch.float32 or not weight.is_cuda:
 
             def multiply() -> None:
@@ -158,15 +171,6 @@ class Pass:
             torch._addmm_activation(bias, self.normal, weight.T, use_gelu=True, out=self.hidden)
 
         return [multiply_and_activate]
-
-    def _keep(self, layer: int, k: Tensor, v: Tensor) -> Callable[[], None]:
-        keys, values = (c[layer, : self.batch, :, : self.length] for c in (self.state.cache.k, self.state.cache.v))
-
-        def keep() -> None:
-            keys.copy_(k)
-            values.copy_(v)
-
-        return keep
 
     def _end(self) -> list[Bound | Callable[[], None]]:
         """The last position of each prompt: residual, LayerNorm, head."""
@@ -181,8 +185,6 @@ class Pass:
             torch.index_select(self.projected, 0, last, out=projected)
             torch.index_select(self.middle, 0, last, out=residual)
 
-        def multiply() -> None:
-            torch.mm(normal, head.T, out=self.logits)
-
         inputs = [projected, residual, *self._affine("ln_f")]
+        multiply = Bound(find("matvec" if batch <= MOST_MATVEC_ROWS else "matmul"), [normal, head], [self.logits], {})
         return [pick, Bound(find("residual_layernorm"), inputs, [total, normal], self._epsilon), multiply]

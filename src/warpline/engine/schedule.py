@@ -18,6 +18,12 @@ from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.kernels.spec import KernelSpec
 from warpline.model.weights import Weights
 
+#: What `sample` and `append_token` read of a state, in their order.
+SAMPLED_BY = (
+    "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
+)  # fmt: skip
+ENDED_BY = ("known", "limit", "stops_at_eos", "tokens", "length", "done", "broken")
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -35,8 +41,9 @@ class Step:
         return find(self.op)
 
 
-def decode_step(weights: Weights, batch: int, *, likeliest: bool) -> list[Step]:
-    """A step of `batch` sequences: up to and with the appending of the likeliest tokens, or up to the logits."""
+def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
+    """A step of `batch` sequences. It ends with the `logits`, or appends a token to each: the `likeliest`, or what is
+    `drawn` as each sequence's sampling parameters have it."""
     config = weights.config
     epsilon = {"epsilon": config.layer_norm_epsilon}
     few = batch <= MOST_MATVEC_ROWS
@@ -66,15 +73,16 @@ def decode_step(weights: Weights, batch: int, *, likeliest: bool) -> list[Step]:
         product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
         residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", layer)
     last, head = f"h.{config.n_layer}.in", "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
-    if likeliest and few:
+    eos = {"eos": -1 if config.eos_token_id is None else config.eos_token_id}
+    if end == "likeliest" and few:
         steps.append(Step("head_argmax", (last, "ln_f.weight", "ln_f.bias", head), ("token", "logit"), epsilon))
-        ending = ("token", "logit", "known", "limit", "stops_at_eos", "tokens", "length", "done", "broken")
-        eos = -1 if config.eos_token_id is None else config.eos_token_id
-        steps.append(Step("append_token", ending, numbers={"eos": eos}))
     else:
         steps.append(Step("layernorm", (last, "ln_f.weight", "ln_f.bias"), ("ln_f.out",), epsilon))
         steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
-    return steps
+        if end == "logits":
+            return steps
+        steps.append(Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos))
+    return [*steps, Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)]
 
 
 def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
@@ -85,7 +93,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         return some.new_empty(batch, *columns)
 
     found = dict(weights.tensors)
-    for name in ("tokens", "length", "known", "limit", "stops_at_eos", "done", "broken"):
+    for name in {*SAMPLED_BY, *ENDED_BY}:
         found[name] = getattr(state, name)[:batch]
     heads, depth = config.n_head, config.head_size
     for layer in range(config.n_layer):

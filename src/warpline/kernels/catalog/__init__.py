@@ -22,6 +22,7 @@ CATALOG: dict[str, KernelSpec] = {
         attention.FLASH_ATTENTION,
         attention.DECODE_ATTENTION,
         attention.APPEND_ATTENTION,
+        attention.FILL_CACHE,
         tokens.HEAD_ARGMAX,
         tokens.SAMPLE,
         tokens.APPEND_TOKEN,

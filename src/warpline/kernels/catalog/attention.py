@@ -264,3 +264,47 @@ APPEND_ATTENTION = _decode_op(
     "the same, with the new key and value put into the cache on the way",
     appends=True,
 )
+
+
+def _fill(new_k: Tensor, new_v: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    k, v, rows = k.clone(), v.clone(), new_k.shape[2]
+    k[:, :, :rows], v[:, :, :rows] = new_k, new_v
+    return k, v
+
+
+def _prompt(batch: int, heads: int, rows: int, slots: int, depth: int = 64) -> Dims:
+    return {"batch": batch, "heads": heads, "rows": rows, "slots": slots, "depth": depth}
+
+
+def _fill_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+    width = next(w for w in (16, 8, 4, 2) if dims["depth"] * DTYPE_BYTES[dtype] % w == 0 and w >= DTYPE_BYTES[dtype])
+    threads = dims["batch"] * dims["heads"] * dims["rows"] * dims["depth"] * DTYPE_BYTES[dtype] // width
+    return Launch(-(-threads // tunables["block"]), tunables["block"])
+
+
+FILL_CACHE = KernelSpec(
+    name="fill_cache",
+    summary="keys and values of prompts into the KV cache",
+    header="ops/fill_cache.cuh",
+    arguments=(
+        views("new_k", "batch heads rows depth"),
+        views("new_v", "batch heads rows depth"),
+        updates("k", "batch heads slots depth", strided=True),
+        updates("v", "batch heads slots depth", strided=True),
+        Scalar("batch"),
+        Scalar("heads"),
+        Scalar("rows"),
+    ),
+    constants=("depth",),
+    tunables={"block": (256, 128)},
+    default=lambda _dims, _dtype, _arch: {"block": 256},
+    launch=_fill_launch,
+    flops=lambda dims: 2 * dims["batch"] * dims["heads"] * dims["rows"] * dims["depth"],
+    reference=_fill,
+    test_dims=(
+        *(_prompt(batch, 3, 33, 40) for batch in range(1, 10)),
+        *(_prompt(2, 2, rows, 1024) for rows in (1, 2, 65, 1023, 1024)),
+        *(_prompt(2, 2, 7, 9, depth) for depth in (1, 3, 16, 24, 63, 80)),
+    ),
+    bench_dims=(_prompt(1, 12, 128, 128), _prompt(1, 12, 1024, 1024), _prompt(16, 12, 1024, 1024)),
+)

@@ -175,48 +175,77 @@ MATVECS = (
 # --- many rows --------------------------------------------------------------------------------------------------------
 
 _MATMUL_TUNABLES = {
-    "tile_m": (128, 64, 256),
-    "tile_n": (128, 64, 96, 192, 256),
-    "tile_k": (64, 16, 32),
+    "tile_m": (128, 64, 256, 16, 32),
+    "tile_n": (128, 64, 96, 192, 256, 16, 32),
+    "tile_k": (64, 16, 32, 128),
     "warps_m": (2, 1, 4),
     "warps_n": (4, 2, 1),
-    "stages": (3, 2, 4),
+    "warps_k": (1, 2, 4),
+    "stages": (3, 2, 4, 5, 6),
 }
+#: Rows up to which a product is mostly a read of the weights.
+_FEW_ROWS = 256
 
 
 def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
-    def choice(m: int, n: int, k: int, warps_m: int, warps_n: int, stages: int) -> Tunables:
-        return dict(zip(_MATMUL_TUNABLES, (m, n, k, warps_m, warps_n, stages), strict=True))
+    def choice(*values: int) -> Tunables:
+        return dict(zip(_MATMUL_TUNABLES, values, strict=True))
 
     def tiles(m: int, n: int) -> int:
         return -(-dims["rows"] // m) * -(-dims["outputs"] // n)
 
     if dtype == "fp32":
+        if dims["rows"] <= _FEW_ROWS:
+            return choice(*((16, 32, 64) if tiles(64, 64) < 64 else (64, 64, 32)), 2, 4, 2, 2)
         if tiles(128, 96) < 192:
-            return choice(64, 64, 32, 2, 4, 2)
-        return choice(128, 96, 16, 2, 4, 2) if tiles(128, 96) < 1024 else choice(128, 64, 16, 2, 4, 2)
+            return choice(64, 64, 32, 2, 4, 1, 2)
+        return choice(128, 96, 16, 2, 4, 1, 2) if tiles(128, 96) < 1024 else choice(128, 64, 16, 2, 4, 1, 2)
     if arch_number(arch) < 80:
-        return choice(128, 128, 32, 2, 4, 2)
+        return choice(128, 128, 32, 2, 4, 1, 2)
+    if dims["rows"] <= _FEW_ROWS:
+        return choice(*min(_SMALL_TILES, key=lambda small: _cycles(dims, *small[:3])))
     if tiles(128, 192) >= 96 and arch_number(arch) in (80, 90, 100):  # the others have too little shared memory for it
-        return choice(128, 192, 64, 2, 4, 3)
-    return choice(64, 96, 64, 2, 2, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 4)
+        return choice(128, 192, 64, 2, 4, 1, 3)
+    return choice(64, 96, 64, 2, 2, 1, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 1, 4)
+
+
+#: Tiles for few rows.
+_SMALL_TILES = (
+    (16, 16, 128, 1, 1, 4, 6),
+    (32, 16, 128, 2, 1, 4, 5),
+    (64, 16, 128, 2, 1, 4, 4),
+    (64, 32, 128, 2, 1, 4, 3),
+    (64, 64, 64, 2, 2, 2, 4),
+    (64, 96, 64, 2, 2, 1, 4),
+    (128, 64, 64, 4, 2, 1, 4),
+)
+
+
+def _cycles(dims: Dims, m: int, n: int, k: int) -> float:
+    """A guess of what a product of few rows takes on a large GPU: the SM with the most tiles reads them at 40 bytes a
+    cycle, all together at 2,500, and a step of a tile takes 150 cycles at least."""
+    tiles = -(-dims["rows"] // m) * -(-dims["outputs"] // n)
+    each = 2 * (m + n) * dims["inputs"]
+    deepest = -(-tiles // 132)
+    return max(deepest * each / 40, tiles * each / 2500, deepest * dims["inputs"] / k * 150)
 
 
 def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
-    """Each warp has a whole number of pairs of fragments; in fp32 the tile is dealt to 16 x 16 threads."""
-    m, n, k, warps_m, warps_n, _ = (tunables[name] for name in _MATMUL_TUNABLES)
+    """Each warp has a whole number of pairs of fragments, and of slices; in fp32 a tile is dealt to 16 x 16 threads."""
+    m, n, k, warps_m, warps_n, warps_k, _ = (tunables[name] for name in _MATMUL_TUNABLES)
     if dtype == "fp32":
-        return warps_m * warps_n == 8
-    return m % (16 * warps_m) == 0 and n % (16 * warps_n) == 0 and k % 32 == 0
+        return warps_m * warps_n == 8 and k % (8 * warps_k) == 0 and warps_k <= 2
+    return m % (16 * warps_m) == 0 and n % (16 * warps_n) == 0 and k % (32 * warps_k) == 0
 
 
 def _matmul_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    m, n, k, warps_m, warps_n, stages = (tunables[name] for name in _MATMUL_TUNABLES)
+    m, n, k, warps_m, warps_n, warps_k, stages = (tunables[name] for name in _MATMUL_TUNABLES)
     size = DTYPE_BYTES[dtype]
     ring = stages * (m + n) * (k * size + 16)
     result = m * (n * size + 16)
+    sums = 4 * m * n * warps_k if warps_k > 1 else 0
     tiles = -(-dims["rows"] // m) * -(-dims["outputs"] // n)
-    return Launch(tiles, warps_m * warps_n * THREADS_PER_WARP, max(ring, result))
+    return Launch(tiles, warps_m * warps_n * warps_k * THREADS_PER_WARP, max(ring, result, sums))
 
 
 def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, residual: bool = False,
@@ -225,6 +254,7 @@ def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, 
         name=name,
         summary=summary,
         header="ops/matmul.cuh",
+        awaits=True,
         function="matmul",
         arguments=(
             reads("x", "rows inputs"),

@@ -96,18 +96,23 @@ def _scores(
     logits: Tensor,
     tokens: Tensor,
     length: Tensor,
-    keys: Tensor,
+    noise: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
     min_p: Tensor,
     penalty: Tensor,
-    forbidden: Tensor,
+    least: Tensor,
+    stops: Tensor,
+    *,
+    eos: int,
 ) -> Tensor:
     """What a draw takes the largest of: scaled logits plus noise, -inf where a token is out of the question."""
     import torch
 
     rows, vocab = logits.shape
+    keys = noise.gather(1, length.clamp(max=noise.shape[1] - 1)[:, None])[:, 0]
+    forbidden = torch.where(stops & (length < least), eos, -1)
     past = torch.arange(tokens.shape[1], device=logits.device) < length[:, None]
     seen = torch.zeros(rows, vocab + 1, dtype=torch.bool, device=logits.device)
     seen = seen.scatter_(1, tokens.where(past, vocab), True)[:, :vocab]
@@ -128,8 +133,8 @@ def _scores(
     return torch.where(greedy, scaled, kept + gumbel(keys, vocab).to(logits.dtype))
 
 
-def _draw(*arguments: Tensor) -> tuple[Tensor, ...]:
-    return (_scores(*arguments).argmax(dim=-1),)
+def _draw(logits: Tensor, *others: Tensor, eos: int) -> tuple[Tensor, ...]:
+    return _scores(logits, *others, eos=eos).argmax(dim=-1), logits.amax(dim=-1)
 
 
 def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
@@ -142,21 +147,24 @@ def _sample_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
 
 SAMPLE = KernelSpec(
     name="sample",
-    summary="the next token: repetition penalty, temperature, top-k, top-p, min-p and a draw, reproducible from a key",
+    summary="the next token: repetition penalty, temperature, top-k, top-p, min-p and a reproducible draw",
     header="ops/sample.cuh",
     arguments=(
         reads("logits", "rows vocab"),
         reads("tokens", "rows capacity", index_into("vocab")),
         reads("length", "rows", count_of("capacity")),
-        reads("keys", "rows", BITS),
+        reads("noise", "rows capacity", BITS),
         reads("temperature", "rows", between(-0.3, 1.5)),
         reads("top_k", "rows", count_of("vocab")),
         reads("top_p", "rows", between(0.05, 1.3)),
         reads("min_p", "rows", between(0.0, 0.2)),
         reads("penalty", "rows", between(0.8, 1.5)),
-        reads("forbidden", "rows", index_into("vocab")),
-        writes("token", "rows", INDEX),
+        reads("least", "rows", count_of("capacity")),
+        reads("stops", "rows", FLAG),
+        writes("token", "rows", index_into("vocab")),
+        writes("logit", "rows", FLOAT),
         Scalar("capacity"),
+        Scalar("eos", 0),
     ),
     constants=("vocab",),
     tunables={"block": (1024, 512, 256)},

@@ -2,8 +2,10 @@
 //
 // The idea: a block owns a tile of y. Tiles of x and weight stream through a ring in shared memory, STAGES deep, while
 // the warps multiply what has arrived: half precision on tensor cores (ldmatrix and mma), float on ordinary units, both
-// accumulating in float. Fragments are loaded one slice ahead of the products, across the barrier too. Bias and GELU act on the sums in registers; the tile then goes through shared memory, so that
-// it leaves in whole vectors, and the residual joins it on the way.
+// accumulating in float. Fragments are loaded one slice ahead of the products, across the barrier too. Where there are few
+// rows, tiles are small and WARPS_K warps share one, each with its slices of the inputs; their sums meet in a fixed order.
+// Bias and GELU act on the sums in registers; the tile then goes through shared memory, so that it leaves in whole vectors,
+// and the residual joins it on the way. The first weights are under way before x is looked at, or even there.
 // Traffic: x once per column of tiles and weight once per row of tiles, mostly from L2; y once.
 #pragma once
 #include "ops/gelu.cuh"
@@ -21,8 +23,8 @@ struct ProductTile {
         unsigned a[MS][4], b[NS / 2][4];
     };
     float sum[MS][NS][4] = {};
-    const int lane = threadIdx.x % WARP;
-    const int row0 = threadIdx.x / WARP / WARPS_N * (MS * 16), column0 = threadIdx.x / WARP % WARPS_N * (NS * 8);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % (WARPS_M * WARPS_N);
+    const int row0 = warp / WARPS_N * (MS * 16), column0 = warp % WARPS_N * (NS * 8);
 
     // From a [M, K] and b [N, K].
     __device__ __forceinline__ void load(Fragments& f, const T* a, const T* b, int k) const {
@@ -42,6 +44,14 @@ struct ProductTile {
         }
     }
 
+    // The sums, as COUNT numbers in the order of f(i, sum).
+    static constexpr int COUNT = MS * NS * 4;
+    template <typename F>
+    __device__ __forceinline__ void each_sum(F f) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) f(i, sum[i / 4 / NS][i / 4 % NS][i % 4]);
+    }
+
     // Stores f(sum, p) of every sum into `out`, rows `pitch` apart, where p = prepare(column).
     template <typename P, typename F>
     __device__ __forceinline__ void store(T* out, int pitch, P prepare, F f) const {
@@ -59,7 +69,7 @@ struct ProductTile {
     }
 };
 
-// The same on ordinary units: 256 threads as 16 x 16, each with every sixteenth row and column.
+// The same on ordinary units: a team of 256 threads as 16 x 16, each with every sixteenth row and column.
 template <int M, int N, int K, int WARPS_M, int WARPS_N>
 struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
     static constexpr int SLICE = 4, MS = M / 16, NS = N / 16, LANE = PITCH<float, K>;
@@ -69,7 +79,7 @@ struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
         Four a[MS], b[NS];
     };
     float sum[MS][NS] = {};
-    const int row0 = threadIdx.x / 16, column0 = threadIdx.x % 16;
+    const int row0 = threadIdx.x % 256 / 16, column0 = threadIdx.x % 16;
 
     __device__ __forceinline__ void load(Fragments& f, const float* a, const float* b, int k) const {
 #pragma unroll
@@ -89,6 +99,13 @@ struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
         }
     }
 
+    static constexpr int COUNT = MS * NS;
+    template <typename F>
+    __device__ __forceinline__ void each_sum(F f) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) f(i, sum[i / NS][i % NS]);
+    }
+
     template <typename P, typename F>
     __device__ __forceinline__ void store(float* out, int pitch, P prepare, F f) const {
 #pragma unroll
@@ -101,9 +118,9 @@ struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
 };
 
 // `bias` and `residual` are null where there is none.
-template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int K, int WARPS_M, int WARPS_N, int STAGES>
+template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int K, int WARPS_M, int WARPS_N, int WARPS_K, int STAGES>
 __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bias, const T* residual, T* y, int rows) {
-    constexpr int THREADS = WARPS_M * WARPS_N * WARP, WIDTH = vector_width<T>(INPUTS);
+    constexpr int TEAM = WARPS_M * WARPS_N * WARP, THREADS = TEAM * WARPS_K, WIDTH = vector_width<T>(INPUTS);
     constexpr int STEPS = ceil_div(INPUTS, K), ACROSS = ceil_div(OUTPUTS, N), STAGE = (M + N) * PITCH<T, K>;
     using MoverX = TileMover<T, M, K, WIDTH, THREADS>;
     using MoverW = TileMover<T, N, K, WIDTH, THREADS>;
@@ -113,11 +130,9 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
     const int first_row = blockIdx.x / ACROSS * M, first_output = blockIdx.x % ACROSS * N;
     MoverX move_x(x + static_cast<long long>(first_row) * INPUTS, INPUTS);
     MoverW move_w(weight + static_cast<long long>(first_output) * INPUTS, INPUTS);
-    const auto fetch = [&](int step) {
-        T* stage = ring + step % STAGES * STAGE;
-        const int k = step * K;
-        move_x.fetch(stage, k, rows - first_row, INPUTS - k);
-        move_w.fetch(stage + M * PITCH<T, K>, k, OUTPUTS - first_output, INPUTS - k);
+    const auto fetch_x = [&](int step) { move_x.fetch(ring + step % STAGES * STAGE, step * K, rows - first_row, INPUTS - step * K); };
+    const auto fetch_w = [&](int step) {
+        move_w.fetch(ring + step % STAGES * STAGE + M * PITCH<T, K>, step * K, OUTPUTS - first_output, INPUTS - step * K);
     };
     const auto deposit = [&](int step) {
         T* stage = ring + step % STAGES * STAGE;
@@ -125,21 +140,30 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
         move_w.deposit(stage + M * PITCH<T, K>);
     };
 
+    if constexpr (MoverX::ASYNC) {
+#pragma unroll
+        for (int step = 0; step < AHEAD; ++step) {
+            if (step < STEPS) fetch_w(step);
+        }
+    }
+    await_previous_launch();
 #pragma unroll
     for (int step = 0; step < AHEAD; ++step) {
         if (step < STEPS) {
-            fetch(step);
+            if constexpr (!MoverX::ASYNC) fetch_w(step);
+            fetch_x(step);
             deposit(step);
         }
         end_copy_group();
     }
     using Tile = ProductTile<T, M, N, K, WARPS_M, WARPS_N>;
-    constexpr int SLICES = K / Tile::SLICE;
+    constexpr int SLICES = K / Tile::SLICE / WARPS_K;  // of a step, for each of the warps that share a tile
+    const int first_slice = static_cast<int>(threadIdx.x) / TEAM * SLICES;
     Tile tile;
     typename Tile::Fragments fragments[2];  // of the slice that is multiplied and of the one behind it
     wait_for_copies<AHEAD - 1>();
     __syncthreads();
-    tile.load(fragments[0], ring, ring + M * PITCH<T, K>, 0);
+    tile.load(fragments[0], ring, ring + M * PITCH<T, K>, first_slice * Tile::SLICE);
     static_assert(SLICES % 2 == 0);
     for (int step = 0; step < STEPS; ++step) {
         const T* stage = ring + step % STAGES * STAGE;
@@ -147,7 +171,10 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
         for (int slice = 0; slice < SLICES; ++slice) {
             if (slice == 0) {
                 // Everybody has met since this part of the ring was last read.
-                if (step + AHEAD < STEPS) fetch(step + AHEAD);
+                if (step + AHEAD < STEPS) {
+                    fetch_x(step + AHEAD);
+                    fetch_w(step + AHEAD);
+                }
                 end_copy_group();
             }
             if (slice == SLICES - 1) {
@@ -156,17 +183,31 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
                 __syncthreads();  // the next step's tiles are there, and this step's have been read
                 stage = ring + (step + 1) % STAGES * STAGE;
             }
-            tile.load(fragments[(slice + 1) % 2], stage, stage + M * PITCH<T, K>, (slice + 1) % SLICES * Tile::SLICE);
+            tile.load(fragments[(slice + 1) % 2], stage, stage + M * PITCH<T, K>, (first_slice + (slice + 1) % SLICES) * Tile::SLICE);
             tile.multiply(fragments[slice % 2]);
         }
     }
 
     __syncthreads();
+    if constexpr (WARPS_K > 1) {
+        float* sums = dynamic_shared<float>() + threadIdx.x;
+        tile.each_sum([&](int i, float& sum) { sums[i * THREADS] = sum; });
+        __syncthreads();
+        if (threadIdx.x < TEAM) {
+            tile.each_sum([&](int i, float& sum) {
+#pragma unroll
+                for (int other = 1; other < WARPS_K; ++other) sum += sums[i * THREADS + other * TEAM];
+            });
+        }
+        __syncthreads();
+    }
     const auto bias_of = [&](int column) {
         const int output = first_output + column;
         return bias != nullptr && output < OUTPUTS ? to_float(bias[output]) : 0.f;
     };
-    tile.store(ring, PITCH<T, N>, bias_of, [](float v, float b) { return GELU ? gelu_of<false>(v + b) : v + b; });
+    if (WARPS_K == 1 || threadIdx.x < TEAM) {
+        tile.store(ring, PITCH<T, N>, bias_of, [](float v, float b) { return GELU ? gelu_of<false>(v + b) : v + b; });
+    }
     __syncthreads();
     constexpr int OUT_WIDTH = vector_width<T>(OUTPUTS);
     using Pack = Vec<T, OUT_WIDTH>;

@@ -5,6 +5,8 @@
 // top-p only need to know the least score they keep. That is found by counting (or by weighing) scores into bins of equal
 // width, then looking closer at the one bin in which the line falls. Weights are integers of 2^-31 of the total, whose
 // sum does not depend on the order of the threads; it rounds no worse than a float32 running sum does.
+// The key of a draw is the row's entry in `noise` at the length of its sequence; the end of text, `eos`, cannot be drawn
+// before `least` where it would stop the sequence. `logit` is the row's largest, or infinity if one of them is no number.
 // Traffic: the logits two to eight times, from L2 after the first; one block to a row.
 #pragma once
 #include "common.cuh"
@@ -134,10 +136,10 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
 }
 
 template <typename T, int VOCAB, int BLOCK>
-__device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* keys,
+__device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* noise,
                                        const float* temperature, const long long* top_k, const float* top_p,
-                                       const float* min_p, const float* penalty, const long long* forbidden,
-                                       long long* token, int capacity) {
+                                       const float* min_p, const float* penalty, const long long* least, const bool* stops,
+                                       long long* token, float* logit, int capacity, int eos) {
     constexpr int WARPS = BLOCK / WARP;
     __shared__ SampleScratch<VOCAB, BLOCK> s;
     const int row = blockIdx.x;
@@ -145,13 +147,12 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     tokens += static_cast<long long>(row) * capacity;
     const bool greedy = temperature[row] <= 0.f, punishes = penalty[row] != 1.f;
     const float coolness = greedy ? 1.f : 1.f / temperature[row], punishment = penalty[row], relief = 1.f / punishment;
-    const int banned = static_cast<int>(forbidden[row]);
+    const int past = static_cast<int>(length[row]), banned = stops[row] && past < least[row] ? eos : -1;
 
     if (punishes) {
         for (int i = threadIdx.x; i < ceil_div(VOCAB, 32); i += BLOCK) s.seen[i] = 0;
         __syncthreads();
-        const int count = min(static_cast<int>(length[row]), capacity);
-        for (int i = threadIdx.x; i < count; i += BLOCK) atomicOr(&s.seen[tokens[i] / 32], 1u << tokens[i] % 32);
+        for (int i = threadIdx.x; i < min(past, capacity); i += BLOCK) atomicOr(&s.seen[tokens[i] / 32], 1u << tokens[i] % 32);
         __syncthreads();
     }
     const auto score = [&](int i) {
@@ -185,7 +186,16 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         for (int i = 0; i < WARPS; ++i) take(s.reduced[i], s.index[i]);
         return at;
     };
-    const int likeliest = choose(score);
+    float highest = -infinity();
+    bool odd = false;  // whether there is a logit that is no number, or has no bound
+    const int likeliest = choose([&](int i) {
+        const float v = to_float(logits[i]);
+        highest = fmaxf(highest, v);
+        odd |= !(v < infinity());
+        return score(i);
+    });
+    highest = __syncthreads_or(odd) ? infinity() : group_max<WARPS>(highest, s.reduced);
+    if (threadIdx.x == 0) logit[row] = highest;
     if (greedy) {
         if (threadIdx.x == 0) token[row] = likeliest;
         return;
@@ -215,7 +225,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         line = max(line, least);
     }
     const float floor = largest + logf(min_p[row]);
-    const unsigned key = static_cast<unsigned>(keys[row]);
+    const unsigned key = static_cast<unsigned>(noise[row * capacity + min(past, capacity - 1)]);
     const int drawn = choose([&](int i) {
         const float v = score(i);
         return ordered(v) >= line && v >= floor ? v + gumbel_noise(key, i) : -infinity();
