@@ -1,4 +1,4 @@
-"""Prompts: the vendor's products, our kernels for everything else, captured as graphs by length where there is a GPU.
+"""Prompts: a library's products where they are many rows, our kernels for the rest, captured as graphs by length.
 
 Per layer: QKV with its bias, K and V into their slots, FlashAttention, out-projection with its bias, residual and
 LayerNorm in one, FC with bias and GELU, projection with its bias, residual and LayerNorm in one. Only the last position
@@ -23,9 +23,6 @@ from warpline.model.weights import Weights
 
 #: Prompts are run as if they were as long as the next of these.
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
-
-#: Up to so many tokens at once products in half precision are our own; beyond, the vendor's are faster.
-MOST_OWN_ROWS = 256
 
 
 class PromptExecutor(TorchExecutor):
@@ -61,7 +58,6 @@ class Pass:
         self.weights, self.state, self.batch, self.length = weights, state, batch, length
         config, some = weights.config, weights.tensors["wte.weight"]
         rows = batch * length
-        self._ours = some.dtype != torch.float32 and rows <= MOST_OWN_ROWS
 
         def room(*shape: int) -> Tensor:
             return some.new_empty(shape)
@@ -69,7 +65,7 @@ class Pass:
         self.x, self.middle = room(rows, config.n_embd), room(rows, config.n_embd)
         self.normal, self.projected = room(rows, config.n_embd), room(rows, config.n_embd)
         self.qkv = room(rows, 3 * config.n_embd)
-        self.raw, self.hidden = room(rows, config.inner), room(rows, config.inner)
+        self.hidden = room(rows, config.inner)
         self.heads = room(batch, length, config.n_head, config.head_size)
         self.logits = room(batch, config.vocab_size)
         steps = [*self._body(), *self._end()]
@@ -122,7 +118,7 @@ class Pass:
                 Bound(find("flash_attention"), [q, k, v, state.length[:batch]], [self.heads], numbers),
                 self._product(f"{h}.attn.c_proj", self.heads.view(-1, config.n_embd), self.projected),
                 self._residual(self.x, f"{h}.ln_2", self.middle),
-                *self._expansion(f"{h}.mlp.c_fc"),
+                self._product(f"{h}.mlp.c_fc", self.normal, self.hidden, "matmul_bias_gelu"),
                 self._product(f"{h}.mlp.c_proj", self.hidden, self.projected),
             ]
             if layer + 1 < config.n_layer:
@@ -145,32 +141,8 @@ class Pass:
         inputs = [self.projected, residual, *self._affine(norm)]
         return Bound(find("residual_layernorm"), inputs, [total, self.normal], self._epsilon)
 
-    def _product(self, name: str, source: Tensor, target: Tensor) -> Bound | Callable[[], None]:
-        weight, bias = self._affine(name)
-        if self._ours:
-            return Bound(find("matmul_bias"), [source, weight, bias], [target], {})
-
-        def multiply() -> None:
-            torch.addmm(bias, source, weight.T, out=target)
-
-        return multiply
-
-    def _expansion(self, name: str) -> list[Bound | Callable[[], None]]:
-        """FC with bias and GELU: the vendor's epilogue in half precision, a kernel of ours in float32."""
-        weight, bias = self._affine(name)
-        if self._ours:
-            return [Bound(find("matmul_bias_gelu"), [self.normal, weight, bias], [self.hidden], {})]
-        if weight.dtype == torch.float32 or not weight.is_cuda:
-
-            def multiply() -> None:
-                torch.mm(self.normal, weight.T, out=self.raw)
-
-            return [multiply, Bound(find("bias_gelu"), [self.raw, bias], [self.hidden], {})]
-
-        def multiply_and_activate() -> None:
-            torch._addmm_activation(bias, self.normal, weight.T, use_gelu=True, out=self.hidden)
-
-        return [multiply_and_activate]
+    def _product(self, name: str, source: Tensor, target: Tensor, op: str = "matmul_bias") -> Bound:
+        return Bound(find(op), [source, *self._affine(name)], [target], {})
 
     def _end(self) -> list[Bound | Callable[[], None]]:
         """The last position of each prompt: residual, LayerNorm, head."""

@@ -46,38 +46,49 @@ def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
     `drawn` as each sequence's sampling parameters have it."""
     config = weights.config
     epsilon = {"epsilon": config.layer_norm_epsilon}
-    few = batch <= MOST_MATVEC_ROWS
+    few, layers = batch <= MOST_MATVEC_ROWS, config.n_layer
     steps = [Step("newest_embedding", ("tokens", "length", "wte.weight", "wpe.weight"), ("h.0.in",))]
 
-    def product(norm: str, name: str, source: str, target: str, layer: int, activation: str = "") -> None:
-        """LayerNorm and a product of it: one op for a few rows, two for many."""
-        affine, matrix = (f"{norm}.weight", f"{norm}.bias"), (f"{name}.weight", f"{name}.bias")
+    def parameters(name: str) -> tuple[str, str]:
+        return f"{name}.weight", f"{name}.bias"
+
+    def normal_product(norm: str, name: str, source: str, target: str, layer: int, activation: str = "") -> None:
+        """LayerNorm and a product of it: one op for a few rows; for many the LayerNorm is there already."""
         if few:
-            op = f"layernorm_matvec_bias{activation}"
-            steps.append(Step(op, (source, *affine, *matrix), (target,), epsilon, layer))
+            op, inputs = f"layernorm_matvec_bias{activation}", (source, *parameters(norm), *parameters(name))
+            steps.append(Step(op, inputs, (target,), epsilon, layer))
         else:
-            steps.append(Step("layernorm", (source, *affine), (f"{norm}.out",), epsilon, layer))
-            steps.append(Step(f"matmul_bias{activation}", (f"{norm}.out", *matrix), (target,), layer=layer))
+            op = f"matmul_bias{activation}"
+            steps.append(Step(op, (f"{norm}.out", *parameters(name)), (target,), layer=layer))
 
-    def residual_product(name: str, source: str, residual: str, target: str, layer: int) -> None:
-        op = "matvec_bias_residual" if few else "matmul_bias_residual"
-        steps.append(Step(op, (source, f"{name}.weight", f"{name}.bias", residual), (target,), layer=layer))
+    def residual_product(name: str, source: str, residual: str, target: str, norm: str, layer: int) -> None:
+        """A product and the residual: one op for a few rows; for many a second one does the next LayerNorm as well."""
+        if few:
+            inputs = (source, *parameters(name), residual)
+            steps.append(Step("matvec_bias_residual", inputs, (target,), layer=layer))
+        else:
+            steps.append(Step("matmul_bias", (source, *parameters(name)), (f"{name}.out",), layer=layer))
+            inputs = (f"{name}.out", residual, *parameters(norm))
+            steps.append(Step("residual_layernorm", inputs, (target, f"{norm}.out"), epsilon, layer))
 
-    for layer in range(config.n_layer):
-        h = f"h.{layer}"
-        product(f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.in", f"{h}.qkv", layer)
+    if not few:
+        steps.append(Step("layernorm", ("h.0.in", *parameters("h.0.ln_1")), ("h.0.ln_1.out",), epsilon, 0))
+    for layer in range(layers):
+        h, following = f"h.{layer}", f"h.{layer + 1}.ln_1" if layer + 1 < layers else "ln_f"
+        normal_product(f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.in", f"{h}.qkv", layer)
         attended = (f"{h}.q", f"{h}.new_k", f"{h}.new_v", f"{h}.k", f"{h}.v", "length")
         numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
         steps.append(Step("append_attention", attended, (f"{h}.heads",), numbers, layer))
-        residual_product(f"{h}.attn.c_proj", f"{h}.attention", f"{h}.in", f"{h}.middle", layer)
-        product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
-        residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", layer)
-    last, head = f"h.{config.n_layer}.in", "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
+        residual_product(f"{h}.attn.c_proj", f"{h}.attention", f"{h}.in", f"{h}.middle", f"{h}.ln_2", layer)
+        normal_product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
+        residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
+    last, head = f"h.{layers}.in", "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
     eos = {"eos": -1 if config.eos_token_id is None else config.eos_token_id}
     if end == "likeliest" and few:
-        steps.append(Step("head_argmax", (last, "ln_f.weight", "ln_f.bias", head), ("token", "logit"), epsilon))
+        steps.append(Step("head_argmax", (last, *parameters("ln_f"), head), ("token", "logit"), epsilon))
     else:
-        steps.append(Step("layernorm", (last, "ln_f.weight", "ln_f.bias"), ("ln_f.out",), epsilon))
+        if few:
+            steps.append(Step("layernorm", (last, *parameters("ln_f")), ("ln_f.out",), epsilon))
         steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
         if end == "logits":
             return steps
@@ -105,7 +116,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         found |= {f"{h}.k": state.cache.k[layer, :batch], f"{h}.v": state.cache.v[layer, :batch]}
         found[f"{h}.attention"] = attention.view(batch, config.n_embd)
         found[f"{h}.hidden"] = room(config.inner)
-        for name in ("in", "middle", "ln_1.out", "ln_2.out"):
+        for name in ("in", "middle", "ln_1.out", "ln_2.out", "attn.c_proj.out", "mlp.c_proj.out"):
             found[f"{h}.{name}"] = room(config.n_embd)
     found[f"h.{config.n_layer}.in"], found["ln_f.out"] = room(config.n_embd), room(config.n_embd)
     found["logits"] = room(config.vocab_size)

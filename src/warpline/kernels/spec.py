@@ -209,6 +209,8 @@ class KernelSpec:
     reference: Callable[..., tuple[Tensor, ...]]
     #: Other ways to do the same on a GPU, where the reference is not torch's best; all counts are full there.
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    #: A library's way, into given outputs, for many rows: takes inputs and outputs. The engine prefers it there.
+    vendor: Callable[..., None] | None = None
     #: For an op whose output is an index: the scores [rows, choices] of which it takes the largest.
     scores: Callable[..., Tensor] | None = None
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
