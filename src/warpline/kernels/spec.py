@@ -175,6 +175,7 @@ class Launch:
     grid: int
     block: int
     shared_bytes: int = 0
+    cluster: int = 1  # blocks that read each other's shared memory; from sm_90 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -384,6 +385,7 @@ class Variant:
                 f'#include "{spec.header}"',
                 '#include "ptx.cuh"',
                 f'extern "C" __global__ void __launch_bounds__({launch.block}, 1)',
+                *((f"__cluster_dims__({launch.cluster}, 1, 1)",) if launch.cluster > 1 else ()),
                 f"{self.entry}({', '.join(declared)}) {{",
                 "    warpline::allow_next_launch();",
                 *(() if spec.awaits else ("    warpline::await_previous_launch();",)),

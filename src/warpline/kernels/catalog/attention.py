@@ -214,6 +214,7 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
         name=name,
         summary=summary,
         header="ops/decode_attention.cuh",
+        awaits=True,
         function="decode_attention",
         arguments=(
             views("q", new),
@@ -231,7 +232,7 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             Scalar("scale", lambda dims: dims["depth"] ** -0.5),
         ),
         constants=("depth",),
-        tunables={"warps": (4, 2, 8), "unroll": (4, 2, 8), "splits": (1, 2, 4, 8, 16)},
+        tunables={"warps": (4, 1, 2, 8), "unroll": (4, 2, 8), "splits": (1, 2, 4, 8, 16)},
         default=_decode_defaults,
         launch=_decode_launch,
         flops=lambda dims: (

@@ -197,7 +197,8 @@ _MATMUL_TUNABLES = {
     "warps_m": (2, 1, 4),
     "warps_n": (4, 2, 1),
     "warps_k": (1, 2, 4),
-    "stages": (3, 2, 4, 5, 6),
+    "splits": (1, 2, 4),
+    "stages": (3, 2, 4, 5, 6, 7),
 }
 #: Rows up to which a product is mostly a read of the weights.
 _FEW_ROWS = 256
@@ -212,47 +213,47 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
 
     if dtype == "fp32":
         if dims["rows"] <= _FEW_ROWS:
-            return choice(*((16, 32, 64) if tiles(64, 64) < 64 else (64, 64, 32)), 2, 4, 2, 2)
+            return choice(*((16, 32, 64) if tiles(64, 64) < 64 else (64, 64, 32)), 2, 4, 2, 1, 2)
         if tiles(128, 96) < 192:
-            return choice(64, 64, 32, 2, 4, 1, 2)
-        return choice(128, 96, 16, 2, 4, 1, 2) if tiles(128, 96) < 1024 else choice(128, 64, 16, 2, 4, 1, 2)
+            return choice(64, 64, 32, 2, 4, 1, 1, 2)
+        return choice(128, 96, 16, 2, 4, 1, 1, 2) if tiles(128, 96) < 1024 else choice(128, 64, 16, 2, 4, 1, 1, 2)
     if arch_number(arch) < 80:
-        return choice(128, 128, 32, 2, 4, 1, 2)
+        return choice(128, 128, 32, 2, 4, 1, 1, 2)
     roomy = arch_number(arch) in (80, 90, 100)  # the others have too little shared memory for large tiles
     if dims["rows"] <= _FEW_ROWS:
         return choice(*_small_tile(dims["rows"], dims["outputs"], roomy))
     if tiles(128, 192) >= 96 and roomy:
-        return choice(128, 192, 64, 2, 4, 1, 3)
-    return choice(64, 96, 64, 2, 2, 1, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 1, 4)
+        return choice(128, 192, 64, 2, 4, 1, 1, 3)
+    return choice(64, 96, 64, 2, 2, 1, 1, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 1, 1, 4)
 
 
 def _small_tile(rows: int, outputs: int, roomy: bool) -> tuple[int, ...]:
     """What was the fastest on an H200 for the products of GPT-2: enough tiles to keep all SMs reading."""
     if outputs <= 1024:
-        return (16, 16, 128, 1, 1, 4, 6) if rows <= 16 else (32, 32, 128, 2, 1, 4, 4)
+        return (16, 16, 128, 1, 1, 4, 1, 6) if rows <= 16 else (32, 32, 128, 2, 1, 4, 1, 4)
     if rows <= 16:
-        return 16, 64, 128, 1, 2, 2, 4
+        return 16, 64, 128, 1, 2, 2, 1, 4
     if outputs > 16384 and roomy:
-        return (64, 128, 64, 2, 4, 1, 4) if rows <= 64 else (128, 192, 64, 2, 4, 1, 3)
-    return (64, 64, 64, 2, 2, 1, 4) if rows <= 64 else (64, 96, 64, 2, 2, 1, 4)
+        return (64, 128, 64, 2, 4, 1, 1, 4) if rows <= 64 else (128, 192, 64, 2, 4, 1, 1, 3)
+    return (64, 64, 64, 2, 2, 1, 1, 4) if rows <= 64 else (64, 96, 64, 2, 2, 1, 1, 4)
 
 
 def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
     """Each warp has a whole number of pairs of fragments, and of slices; in fp32 a tile is dealt to 16 x 16 threads."""
-    m, n, k, warps_m, warps_n, warps_k, _ = (tunables[name] for name in _MATMUL_TUNABLES)
+    m, n, k, warps_m, warps_n, warps_k, _, _ = (tunables[name] for name in _MATMUL_TUNABLES)
     if dtype == "fp32":
         return warps_m * warps_n == 8 and k % (8 * warps_k) == 0 and warps_k <= 2
     return m % (16 * warps_m) == 0 and n % (16 * warps_n) == 0 and k % (32 * warps_k) == 0
 
 
 def _matmul_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    m, n, k, warps_m, warps_n, warps_k, stages = (tunables[name] for name in _MATMUL_TUNABLES)
+    m, n, k, warps_m, warps_n, warps_k, splits, stages = (tunables[name] for name in _MATMUL_TUNABLES)
     size = DTYPE_BYTES[dtype]
     ring = stages * (m + n) * (k * size + 16)
     result = m * (n * size + 16)
-    sums = 4 * m * n * warps_k if warps_k > 1 else 0
+    sums = 4 * m * n * warps_k if warps_k * splits > 1 else 0
     tiles = -(-dims["rows"] // m) * -(-dims["outputs"] // n)
-    return Launch(tiles, warps_m * warps_n * warps_k * THREADS_PER_WARP, max(ring, result, sums))
+    return Launch(tiles * splits, warps_m * warps_n * warps_k * THREADS_PER_WARP, max(ring, result, sums), splits)
 
 
 def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, residual: bool = False,

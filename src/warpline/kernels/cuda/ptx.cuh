@@ -125,6 +125,26 @@ __device__ __forceinline__ unsigned pack_pair(float low, float high) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+// --- clusters ---
+// Blocks that run at the same time on neighbouring SMs and can read each other's shared memory.
+
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// What block `rank` of the cluster has where this one has `own`.
+__device__ __forceinline__ float load_from_cluster(const float* own, int rank) {
+    float value = 0.f;
+#if __CUDA_ARCH__ >= 900
+    unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address));
+#endif
+    return value;
+}
+
 // --- loads ---
 
 // 16 bytes of what is read only once, by lanes that do not cover whole cache lines: L1 does not keep them, and L2 brings

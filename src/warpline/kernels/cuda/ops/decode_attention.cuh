@@ -6,10 +6,12 @@
 // and heads alone would leave the GPU idle, the cache is cut into SPLITS parts, and whichever block finishes a head last
 // merges its parts.
 // Of sequence b the slots 0 ... length[b]-1 count; with window > 0 only the last that many of them are read. Where there
-// are `new_k` and `new_v`, they are the key and value of the last slot and are put into the cache on the way.
+// are `new_k` and `new_v`, they are the key and value of the last slot and are put into the cache on the way. `length`
+// and what is in the cache must have been there before the launch ahead: they are read before that one ends.
 // Traffic: keys and values once.
 #pragma once
 #include "online.cuh"
+#include "ptx.cuh"
 
 namespace warpline {
 
@@ -70,20 +72,12 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const int part = ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE;
     const int from = begin + split * part, to = min(end, from + part);
 
-    float query[SIZE];
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-        Pack pack = {};
-        if (s * LANES + lane < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[s * LANES + lane];
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) query[s * WIDTH + i] = to_float(pack.at[i]);
-    }
-
     const T* keys = k.rows(sequence, head);
     const T* values = v.rows(sequence, head);
-    Partial<SIZE> mine;
-    for (int first = from + group; first < to + group; first += AT_ONCE * UNROLL) {  // as often for every group
-        Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
+    const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest slot is this block's
+    const int cached = brings ? end - 1 : to;
+    Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
+    const auto load = [&](int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int slot = first + u * AT_ONCE;
@@ -92,20 +86,40 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                 key[u][s] = {};
                 value[u][s] = {};
                 const int at = s * LANES + lane;
-                if (slot < to && at < VECTORS) {
-                    const bool is_new = new_k.data != nullptr && slot == end - 1;
-                    key[u][s] = reinterpret_cast<const Pack*>(is_new ? new_k.rows(sequence, head) : keys + slot * k.row)[at];
-                    value[u][s] = reinterpret_cast<const Pack*>(is_new ? new_v.rows(sequence, head) : values + slot * v.row)[at];
-                    if (is_new) {
-                        reinterpret_cast<Pack*>(const_cast<T*>(keys + slot * k.row))[at] = key[u][s];
-                        reinterpret_cast<Pack*>(const_cast<T*>(values + slot * v.row))[at] = value[u][s];
-                    }
+                if (slot < cached && at < VECTORS) {
+                    key[u][s] = reinterpret_cast<const Pack*>(keys + slot * k.row)[at];
+                    value[u][s] = reinterpret_cast<const Pack*>(values + slot * v.row)[at];
                 }
             }
         }
-        float score[UNROLL], largest = LOWEST;
+    };
+    load(from + group);
+    await_previous_launch();
+
+    float query[SIZE];
+    Pack newest_key[1][STEPS], newest_value[1][STEPS];  // the first group's
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
+    for (int s = 0; s < STEPS; ++s) {
+        const int at = s * LANES + lane;
+        Pack pack = {};
+        if (at < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[at];
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) query[s * WIDTH + i] = to_float(pack.at[i]);
+        newest_key[0][s] = {};
+        newest_value[0][s] = {};
+        if (!brings || group > 0 || at >= VECTORS) continue;
+        newest_key[0][s] = reinterpret_cast<const Pack*>(new_k.rows(sequence, head))[at];
+        newest_value[0][s] = reinterpret_cast<const Pack*>(new_v.rows(sequence, head))[at];
+        reinterpret_cast<Pack*>(const_cast<T*>(keys + cached * k.row))[at] = newest_key[0][s];
+        reinterpret_cast<Pack*>(const_cast<T*>(values + cached * v.row))[at] = newest_value[0][s];
+    }
+    Partial<SIZE> mine;
+    // Keys and values of some slots, of which those count that `is_there`.
+    const auto take = [&](auto& key, auto& value, auto is_there) {
+        constexpr int COUNT = sizeof(key) / sizeof(key[0]);
+        float score[COUNT], largest = LOWEST;
+#pragma unroll
+        for (int u = 0; u < COUNT; ++u) {
             float dot = 0.f;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
@@ -114,14 +128,14 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
             }
 #pragma unroll
             for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
-            score[u] = first + u * AT_ONCE < to ? dot : LOWEST;
+            score[u] = is_there(u) ? dot : LOWEST;
             largest = fmaxf(largest, score[u]);
         }
         const float rescale = mine.softmax.raise(largest, factor);
 #pragma unroll
         for (int i = 0; i < SIZE; ++i) mine.out[i] *= rescale;
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
+        for (int u = 0; u < COUNT; ++u) {
             const float weight = mine.softmax.weigh(score[u], factor);
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
@@ -131,6 +145,11 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                 }
             }
         }
+    };
+    if (brings && threadIdx.x < WARP) take(newest_key, newest_value, [&](int) { return group == 0; });
+    for (int first = from + group; first < cached + group; first += AT_ONCE * UNROLL) {  // as often for every group
+        if (first >= from + AT_ONCE) load(first);
+        take(key, value, [&](int u) { return first + u * AT_ONCE < cached; });
     }
 
     // The groups of a warp, then the warps of the block, then the blocks of the head.

@@ -3,7 +3,8 @@
 // The idea: a block owns a tile of y. Tiles of x and weight stream through a ring in shared memory, STAGES deep, while
 // the warps multiply what has arrived: half precision on tensor cores (ldmatrix and mma), float on ordinary units, both
 // accumulating in float. Fragments are loaded one slice ahead of the products, across the barrier too. Where there are few
-// rows, tiles are small and WARPS_K warps share one, each with its slices of the inputs; their sums meet in a fixed order.
+// rows, tiles are small and WARPS_K warps share one, each with its slices of the inputs; where there are many inputs as well,
+// the SPLITS blocks of a cluster share it. Sums meet in a fixed order.
 // Bias and GELU act on the sums in registers; the tile then goes through shared memory, so that it leaves in whole vectors,
 // and the residual joins it on the way. The first weights are under way before x is looked at, or even there.
 // Traffic: x once per column of tiles and weight once per row of tiles, mostly from L2; y once.
@@ -118,21 +119,26 @@ struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
 };
 
 // `bias` and `residual` are null where there is none.
-template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int K, int WARPS_M, int WARPS_N, int WARPS_K, int STAGES>
+template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int K, int WARPS_M, int WARPS_N, int WARPS_K, int SPLITS, int STAGES>
 __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bias, const T* residual, T* y, int rows) {
     constexpr int TEAM = WARPS_M * WARPS_N * WARP, THREADS = TEAM * WARPS_K, WIDTH = vector_width<T>(INPUTS);
-    constexpr int STEPS = ceil_div(INPUTS, K), ACROSS = ceil_div(OUTPUTS, N), STAGE = (M + N) * PITCH<T, K>;
+    constexpr int ALL_STEPS = ceil_div(INPUTS, K), STEPS = ceil_div(ALL_STEPS, SPLITS), ACROSS = ceil_div(OUTPUTS, N), STAGE = (M + N) * PITCH<T, K>;
     using MoverX = TileMover<T, M, K, WIDTH, THREADS>;
     using MoverW = TileMover<T, N, K, WIDTH, THREADS>;
     constexpr int AHEAD = MoverX::ASYNC ? STAGES - 1 : 1;  // tiles on their way
 
     T* ring = dynamic_shared<T>();
-    const int first_row = blockIdx.x / ACROSS * M, first_output = blockIdx.x % ACROSS * N;
+    const int block = static_cast<int>(blockIdx.x) / SPLITS, part = static_cast<int>(blockIdx.x) % SPLITS;
+    const int first_row = block / ACROSS * M, first_output = block % ACROSS * N, first_input = part * (STEPS * K);
     MoverX move_x(x + static_cast<long long>(first_row) * INPUTS, INPUTS);
     MoverW move_w(weight + static_cast<long long>(first_output) * INPUTS, INPUTS);
-    const auto fetch_x = [&](int step) { move_x.fetch(ring + step % STAGES * STAGE, step * K, rows - first_row, INPUTS - step * K); };
+    const auto fetch_x = [&](int step) {
+        const int k = first_input + step * K;
+        move_x.fetch(ring + step % STAGES * STAGE, k, rows - first_row, INPUTS - k);
+    };
     const auto fetch_w = [&](int step) {
-        move_w.fetch(ring + step % STAGES * STAGE + M * PITCH<T, K>, step * K, OUTPUTS - first_output, INPUTS - step * K);
+        const int k = first_input + step * K;
+        move_w.fetch(ring + step % STAGES * STAGE + M * PITCH<T, K>, k, OUTPUTS - first_output, INPUTS - k);
     };
     const auto deposit = [&](int step) {
         T* stage = ring + step % STAGES * STAGE;
@@ -200,6 +206,19 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
             });
         }
         __syncthreads();
+    }
+    if constexpr (SPLITS > 1) {
+        float* sums = dynamic_shared<float>() + threadIdx.x;
+        if (threadIdx.x < TEAM) tile.each_sum([&](int i, float& sum) { sums[i * TEAM] = sum; });
+        sync_cluster();
+        if (part == 0 && threadIdx.x < TEAM) {
+#pragma unroll
+            for (int other = 1; other < SPLITS; ++other) {
+                tile.each_sum([&](int i, float& sum) { sum += load_from_cluster(sums + i * TEAM, other); });
+            }
+        }
+        sync_cluster();  // before that nobody's shared memory may go
+        if (part > 0) return;
     }
     const auto bias_of = [&](int column) {
         const int output = first_output + column;
