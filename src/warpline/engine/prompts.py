@@ -98,7 +98,7 @@ class Pass:
         ids = torch.empty(batch, length, dtype=torch.long, device=self.x.device)
         positions = torch.arange(length, device=self.x.device).repeat(batch)
         by_head = self.qkv.view(batch, length, 3, config.n_head, config.head_size)
-        q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
+        q, new_k, new_v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
 
         def look_up() -> None:
             ids.copy_(state.tokens[:batch, :length])
@@ -112,9 +112,10 @@ class Pass:
         for layer in range(config.n_layer):
             h = f"h.{layer}"
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+            k, v = (c[layer, :batch, :, :length] for c in (state.cache.k, state.cache.v))
             steps += [
                 self._product(f"{h}.attn.c_attn", self.normal, self.qkv),
-                Bound(find("fill_cache"), [k, v, *self._slots(layer)], [], {}),
+                Bound(find("fill_cache"), [new_k, new_v, k, v], [], {}),
                 Bound(find("flash_attention"), [q, k, v, state.length[:batch]], [self.heads], numbers),
                 self._product(f"{h}.attn.c_proj", self.heads.view(-1, config.n_embd), self.projected),
                 self._residual(self.x, f"{h}.ln_2", self.middle),
@@ -124,10 +125,6 @@ class Pass:
             if layer + 1 < config.n_layer:
                 steps.append(self._residual(self.middle, f"h.{layer + 1}.ln_1", self.x))
         return steps
-
-    def _slots(self, layer: int) -> list[Tensor]:
-        """Where the prompts' keys and values go."""
-        return [c[layer, : self.batch, :, : self.length] for c in (self.state.cache.k, self.state.cache.v)]
 
     @property
     def _epsilon(self) -> dict[str, float]:

@@ -168,10 +168,13 @@ FLASH_ATTENTION = KernelSpec(
 
 
 def _decode_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-    """Enough parts that every SM has a few blocks, but not so many that a part is only a handful of keys."""
-    rows = dims["batch"] * dims["heads"]
-    splits = next((n for n in (1, 2, 4, 8) if rows * n >= 256 or dims["slots"] <= 64 * n), 16)
-    return {"warps": 8, "unroll": 4 if dtype != "fp32" and splits == 1 else 2, "splits": splits}
+    """Parts enough that a few hundred blocks read, but none of only a few dozen keys. Few blocks have many keys on
+    their way each; many blocks of short contexts are small ones."""
+    rows, slots = dims["batch"] * dims["heads"], dims["slots"]
+    splits = next((n for n in (1, 2, 4, 8) if rows * n >= 256 or slots <= 128 * n), 16)
+    unroll = 4 if rows * splits < 256 and dtype != "fp32" else 2
+    warps = 8 if rows < 256 or slots > 256 else 4 if rows < 1536 else 1
+    return {"warps": warps, "unroll": unroll, "splits": splits}
 
 
 def _decode_launch(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:

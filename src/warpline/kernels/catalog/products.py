@@ -219,23 +219,38 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
         return choice(128, 96, 16, 2, 4, 1, 1, 2) if tiles(128, 96) < 1024 else choice(128, 64, 16, 2, 4, 1, 1, 2)
     if arch_number(arch) < 80:
         return choice(128, 128, 32, 2, 4, 1, 1, 2)
-    roomy = arch_number(arch) in (80, 90, 100)  # the others have too little shared memory for large tiles
     if dims["rows"] <= _FEW_ROWS:
-        return choice(*_small_tile(dims["rows"], dims["outputs"], roomy))
+        return choice(*_small_tile(dims, arch))
+    roomy = arch_number(arch) in (80, 90, 100)  # the others have too little shared memory for large tiles
     if tiles(128, 192) >= 96 and roomy:
         return choice(128, 192, 64, 2, 4, 1, 1, 3)
     return choice(64, 96, 64, 2, 2, 1, 1, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 1, 1, 4)
 
 
-def _small_tile(rows: int, outputs: int, roomy: bool) -> tuple[int, ...]:
-    """What was the fastest on an H200 for the products of GPT-2: enough tiles to keep all SMs reading."""
-    if outputs <= 1024:
-        return (16, 16, 128, 1, 1, 4, 1, 6) if rows <= 16 else (32, 32, 128, 2, 1, 4, 1, 4)
+def _small_tile(dims: Dims, arch: str) -> tuple[int, ...]:
+    """What was the fastest on an H200 for the products of GPT-2: enough tiles to keep all SMs reading, as many of their
+    inputs on the way as there is shared memory for, and long products of few outputs shared by clusters."""
+    rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
+    roomy = arch_number(arch) in (80, 90, 100)
+    if outputs > 16384:
+        if rows <= 16:
+            return 16, 64, 128, 1, 2, 2, 1, 4
+        if rows > 64 and roomy:
+            return 128, 192, 64, 2, 4, 1, 1, 3
+        return (64, 128, 64, 2, 4, 1, 1, 4) if roomy else (64, 96, 64, 2, 2, 1, 1, 4)
+    if arch_number(arch) >= 90 and outputs <= 1024 < inputs:
+        if rows <= 16:
+            return 16, 64, 128, 1, 4, 2, 4, 6 if roomy else 4
+        return (
+            (32, 64, 128, 2, 2, 2, 4, 6 if roomy else 3) if rows <= 64 else (64, 64, 64, 2, 2, 2, 4, 6 if roomy else 4)
+        )
     if rows <= 16:
-        return 16, 64, 128, 1, 2, 2, 1, 4
-    if outputs > 16384 and roomy:
-        return (64, 128, 64, 2, 4, 1, 1, 4) if rows <= 64 else (128, 192, 64, 2, 4, 1, 1, 3)
-    return (64, 64, 64, 2, 2, 1, 1, 4) if rows <= 64 else (64, 96, 64, 2, 2, 1, 1, 4)
+        return 16, 32, 128, 1, 2, 4, 1, 6
+    if rows <= 64 and outputs <= 1024:
+        return 32, 32, 128, 2, 1, 4, 1, 7 if roomy else 5
+    if rows <= 64 or outputs <= 1024:
+        return 32, 64, 128, 2, 2, 2, 1, 6 if roomy else 3
+    return 64, 96, 64, 2, 2, 2, 1, 6 if roomy else 4
 
 
 def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
