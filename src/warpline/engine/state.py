@@ -64,6 +64,23 @@ class Progress:
     top_token: np.ndarray | None
 
 
+#: What there is one of for each row: they lie side by side, so that one copy brings them all.
+_FIELDS = {
+    "length": torch.int64,
+    "known": torch.int64,
+    "limit": torch.int64,
+    "min_length": torch.int64,
+    "top_k": torch.int64,
+    "temperature": torch.float32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "penalty": torch.float32,
+    "stops_at_eos": torch.bool,
+    "done": torch.bool,
+    "broken": torch.bool,
+}
+
+
 class State:
     """Device buffers for up to `rows` sequences of up to `capacity` positions.
 
@@ -73,23 +90,32 @@ class State:
     1 to `length`, and sets `done` at the end of text (where stops_at_eos) or at `limit`.
     """
 
+    length: Tensor
+    known: Tensor
+    limit: Tensor
+    min_length: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    penalty: Tensor
+    stops_at_eos: Tensor
+    done: Tensor
+    broken: Tensor
+
     def __init__(self, config: ModelConfig, rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
         self.config, self.rows, self.capacity, self.device = config, rows, capacity, device
         self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
-        self.tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
-        self.noise = torch.zeros(rows, capacity, dtype=torch.int32, device=device)
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)
-        self.known = torch.zeros_like(self.length)
-        self.limit = torch.zeros_like(self.length)
-        self.min_length = torch.zeros_like(self.length)
-        self.top_k = torch.zeros_like(self.length)
-        self.temperature = torch.zeros(rows, device=device)
-        self.top_p = torch.zeros_like(self.temperature)
-        self.min_p = torch.zeros_like(self.temperature)
-        self.penalty = torch.zeros_like(self.temperature)
-        self.stops_at_eos = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.done = torch.zeros_like(self.stops_at_eos)
-        self.broken = torch.zeros_like(self.stops_at_eos)
+        self._tokens = _Mirrored((rows, capacity), torch.int64, device)
+        self._noise = _Mirrored((rows, capacity), torch.int32, device)
+        self.tokens, self.noise = self._tokens.there, self._noise.there
+        self._fields = _Mirrored((rows * sum(kind.itemsize for kind in _FIELDS.values()),), torch.uint8, device)
+        self._here: dict[str, np.ndarray] = {}
+        end = 0
+        for name, kind in _FIELDS.items():
+            begin, end = end, end + rows * kind.itemsize
+            setattr(self, name, self._fields.there[begin:end].view(kind))
+            self._here[name] = self._fields.here[begin:end].view(kind).numpy()
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
@@ -107,29 +133,35 @@ class State:
         vocab = self.config.vocab_size
         self.batch = batch
         self.longest = max(len(request.prompt) for request in requests)
-        tokens = np.zeros((batch, self.capacity), np.int64)
-        noise = np.zeros((batch, self.capacity), np.int32)
+        sampled = [p for p in params if p.temperature > 0]
+        tokens, noise = self._tokens.ready().numpy(), self._noise.ready().numpy()
+        tokens[:batch] = 0
         for row, request in enumerate(requests):
             given = (*request.prompt, *request.forced)[: request.limit]
             tokens[row, : len(given)] = given
             if request.params.temperature > 0:
                 noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
-        self._fill(self.tokens, tokens)
-        self._fill(self.noise, noise)
-        self._fill(self.length, [len(request.prompt) for request in requests])
-        self._fill(self.known, [len(request.prompt) + len(request.forced) for request in requests])
-        self._fill(self.limit, [request.limit for request in requests])
-        self._fill(self.min_length, [len(request.prompt) + request.params.min_tokens for request in requests])
-        self._fill(self.top_k, [min(p.top_k or vocab, vocab) for p in params])
-        self._fill(self.temperature, [p.temperature for p in params])
-        self._fill(self.top_p, [p.top_p for p in params])
-        self._fill(self.min_p, [p.min_p for p in params])
-        self._fill(self.penalty, [p.repetition_penalty for p in params])
-        self._fill(self.stops_at_eos, [not p.ignore_eos for p in params])
-        self._fill(self.done, [False] * batch)
-        self.length[batch:], self.done[batch:] = 1, True  # rows not in use may be computed along
-        self._fill(self.broken, [False] * batch)
-        sampled = [p for p in params if p.temperature > 0]
+        self._tokens.send(batch)
+        if sampled:
+            self._noise.send(batch)
+        self._fields.ready()
+        for name, values in {
+            "length": [len(request.prompt) for request in requests],
+            "known": [len(request.prompt) + len(request.forced) for request in requests],
+            "limit": [request.limit for request in requests],
+            "min_length": [len(request.prompt) + request.params.min_tokens for request in requests],
+            "top_k": [min(p.top_k or vocab, vocab) for p in params],
+            "temperature": [p.temperature for p in params],
+            "top_p": [p.top_p for p in params],
+            "min_p": [p.min_p for p in params],
+            "penalty": [p.repetition_penalty for p in params],
+            "stops_at_eos": [not p.ignore_eos for p in params],
+            "done": [False] * batch,
+            "broken": [False] * batch,
+        }.items():
+            self._here[name][:batch] = values
+        self._here["length"][batch:], self._here["done"][batch:] = 1, True  # rows not in use may be computed along
+        self._fields.send()
         tops = [p.logprobs for p in params if p.logprobs is not None]
         self.needs = Needs(
             penalty=any(p.repetition_penalty != 1 for p in params),
@@ -141,9 +173,6 @@ class State:
         )
         if self.needs.logprobs is not None:
             self._allocate_logprobs(min(self.needs.logprobs, vocab))
-
-    def _fill(self, buffer: Tensor, values: np.ndarray | list[int] | list[float] | list[bool]) -> None:
-        buffer[: self.batch].copy_(torch.as_tensor(values), non_blocking=True)
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""
@@ -171,6 +200,28 @@ class State:
         length, broken, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
         self.longest = int(length.max())
         return Progress(first, length, broken, tokens, *more)
+
+
+class _Mirrored:
+    """A buffer on the device and one like it on the host, from which it is filled without waiting."""
+
+    def __init__(self, shape: tuple[int, ...], kind: torch.dtype, device: torch.device):
+        on_gpu = device.type == "cuda"
+        self.there = torch.zeros(shape, dtype=kind, device=device)
+        self.here = torch.zeros(shape, dtype=kind, pin_memory=on_gpu)
+        self._sent = torch.cuda.Event() if on_gpu else None
+
+    def ready(self) -> Tensor:
+        """The host's, once nobody is reading it any more."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self.here
+
+    def send(self, rows: int | None = None) -> None:
+        """Bring the first rows over."""
+        self.there[:rows].copy_(self.here[:rows], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self.there.device))
 
 
 def noise_keys(seed: int, stream: int, count: int) -> np.ndarray:
