@@ -48,7 +48,7 @@ bench-cpu: $(VENV)/.dev
 
 # On a GPU, with the python3 that has a CUDA torch, in half an hour, most of it torch.compile's: all methods at the
 # reference workload, the strongest of each kind at the others.
-STRONGEST_ON_GPU = static-kv-compile,static-kv-graph,torch,hf-sdpa,hf-static-compile
+STRONGEST_ON_GPU = static-kv-compile,static-kv-graph,graph,persistent,torch,hf-sdpa,hf-static-compile
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline bench reference --dtype fp16,fp32 --device cuda --save results
 	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch long coldstart memory --device cuda --save results \

@@ -44,7 +44,9 @@ def generate(
     n: Annotated[int, typer.Option("--n", "-n", help="Number of completions.")] = _SAMPLING.n,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
     dtype: Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16.")] = _ENGINE.dtype,
-    executor: Annotated[str, typer.Option(help="auto or torch.")] = _ENGINE.executor,
+    executor: Annotated[
+        str, typer.Option(help="auto, torch, and on a GPU persistent, graph or kernels.")
+    ] = _ENGINE.executor,
     window: Annotated[int | None, typer.Option(help="Attend to this many positions only.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text while it is generated.")] = True,
@@ -136,7 +138,7 @@ def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "first_token_seconds": round(first.timings.prefill_seconds, 6),
         "seed": first.seed,
         "model": llm.model,
-        "executor": llm.executor.name,
+        "executor": llm.executor.described,
         "dtype": llm.dtype,
         "device": llm.device.name,
         **({"completions": each} if others else {}),
@@ -157,7 +159,7 @@ def _write_statistics(llm: LLM, completions: list[Completion]) -> None:
             parts.append("% of limit n/a (run 'warpline doctor' once to measure it)")
         else:
             parts.append(f"{100 * bandwidth / limit[0]:.0f} % of the {limit[1]} {limit[0]:,.0f} GB/s")
-    parts.append(f"{llm.model}, {llm.dtype}, {llm.executor.name} on {llm.device.name}")
+    parts.append(f"{llm.model}, {llm.dtype}, {llm.executor.described} on {llm.device.name}")
     line = " · ".join(parts)
     if sys.stderr is not None:
         sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")

@@ -28,6 +28,7 @@ class AutoExecutor(Executor):
         super().__init__(weights, device, dtype)
         self._graph = GraphExecutor(weights, device, dtype)
         self._persistent: PersistentExecutor | None = None
+        self._last = ""
         try:
             self._persistent = PersistentExecutor(weights, device, dtype)
         except WarplineError as reason:
@@ -35,9 +36,16 @@ class AutoExecutor(Executor):
         else:
             logger.info("executor auto → persistent up to %s sequences, graph beyond", self._persistent.most_rows)
 
+    @property
+    def described(self) -> str:
+        """With the one that decoded last."""
+        return f"{self.name} ({self._last})" if self._last else self.name
+
     def _for(self, state: State) -> GraphExecutor | PersistentExecutor:
         persistent = self._persistent
-        return persistent if persistent is not None and state.batch <= (persistent.most_rows or 0) else self._graph
+        chosen = persistent if persistent is not None and state.batch <= (persistent.most_rows or 0) else self._graph
+        self._last = chosen.name
+        return chosen
 
     def _prefill(self, state: State) -> None:
         self._graph._prefill(state)

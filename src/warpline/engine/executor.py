@@ -38,6 +38,11 @@ class Executor(ABC):
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         self.config, self.device, self.dtype = weights.config, device, dtype
 
+    @property
+    def described(self) -> str:
+        """Its name, and what it chose where it chooses."""
+        return self.name
+
     def allocate(self, rows: int, capacity: int) -> State:
         """Buffers for a batch."""
         return State(self.config, rows, capacity, device=self.device, dtype=TORCH_DTYPES[self.dtype])
