@@ -170,22 +170,23 @@ class Batch:
         requests = [row.request for row in self.rows]
         state = self.llm._borrow(len(requests), max(request.limit for request in requests))
         try:
-            state.begin(requests)
-            start = time.perf_counter()
-            executor.prefill(state)
-            self._take(state)
-            self.prefill_seconds = time.perf_counter() - start
-            yield
-            size = FIRST_CHUNK  # small at first, so that text is seen early, and then as large as the executor likes
-            while left := [row.request.limit - row.length for row in self.rows if row.finish_reason is None]:
+            with _explained(f"generating {len(requests)} sequences"):
+                state.begin(requests)
                 start = time.perf_counter()
-                steps = min(size, executor.chunk, max(left))
-                size = min(2 * size, executor.chunk)
-                executor.decode(state, steps)
+                executor.prefill(state)
                 self._take(state)
-                self.decode_steps += steps
-                self.decode_seconds += time.perf_counter() - start
+                self.prefill_seconds = time.perf_counter() - start
                 yield
+                size = FIRST_CHUNK  # small at first, so that text is seen early, then as large as the executor likes
+                while left := [row.request.limit - row.length for row in self.rows if row.finish_reason is None]:
+                    start = time.perf_counter()
+                    steps = min(size, executor.chunk, max(left))
+                    size = min(2 * size, executor.chunk)
+                    executor.decode(state, steps)
+                    self._take(state)
+                    self.decode_steps += steps
+                    self.decode_seconds += time.perf_counter() - start
+                    yield
         finally:
             self.llm._give_back(state)
 
@@ -244,6 +245,21 @@ class Stream:
                 if piece := row.release():
                     yield piece
         (self.completion,) = self._batch.completions()
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Too little memory, or a GPU that failed, in one line."""
+    with explained_memory(what):
+        try:
+            yield
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):
+                raise
+            reason = str(error).splitlines()[0]
+            raise DeviceError(
+                f"the GPU failed while {what} ({reason}), and this process cannot use it any more: start a new one"
+            ) from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
