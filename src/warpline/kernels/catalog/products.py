@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
-from warpline.hardware import arch_number
+from warpline.hardware import ARCH_LIMITS, arch_number
 from warpline.kernels.spec import (
     THREADS_PER_WARP,
     Absent,
@@ -253,9 +253,12 @@ def _small_tile(dims: Dims, arch: str) -> tuple[int, ...]:
     return 64, 96, 64, 2, 2, 2, 1, 6 if roomy else 4
 
 
-def _matmul_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
-    """Each warp has a whole number of pairs of fragments, and of slices; in fp32 a tile is dealt to 16 x 16 threads."""
+def _matmul_allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
+    """Each warp has a whole number of pairs of fragments and of slices; in fp32 a tile is dealt to 16 x 16 threads. And
+    there is a GPU with enough shared memory."""
     m, n, k, warps_m, warps_n, warps_k, _, _ = (tunables[name] for name in _MATMUL_TUNABLES)
+    if _matmul_launch(dims, tunables, dtype).shared_bytes > max(a.block_shared_bytes for a in ARCH_LIMITS.values()):
+        return False
     if dtype == "fp32":
         return warps_m * warps_n == 8 and k % (8 * warps_k) == 0 and warps_k <= 2
     return m % (16 * warps_m) == 0 and n % (16 * warps_n) == 0 and k % (32 * warps_k) == 0
