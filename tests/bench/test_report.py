@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,32 @@ def test_compare(rows: list[dict[str, Any]], tmp_path: Path) -> None:
         compare.read(after)
     with pytest.raises(ConfigError, match="No such file"):
         compare.read(tmp_path / "none")
+
+
+def test_only_the_newest_run_of_a_case_counts_and_who_is_missing_from_it_is_named() -> None:
+    def row(method: str, seconds: float, day: int = 1, **more: Any) -> dict[str, Any]:
+        measured = {"seconds": seconds, "seconds_mean": seconds, "seconds_sigma": 0.0, "tokens_per_second": 1.0}
+        made = {
+            "method": method,
+            "agreeing": 1.0,
+            "repetitions": 3,
+            "status": "ok",
+            "time": f"2026-12-{day:02}",
+            **measured,
+        }
+        return asdict(case(model="stories")) | made | more
+
+    earlier = [
+        row("naive", 2.0),
+        row("torch", 1.0),
+        row("hf-sdpa", 3.0),
+        row("static-kv", 4.0, status="wrong", why="x"),
+    ]
+    later = [row("naive", 2.5, 2), row("graph", 0.1, 2)]
+    found = report.newest([*earlier, *later, row("naive", 9.0, batch=8)])
+    assert [(r["method"], r["status"]) for r in found if r["batch"] == 1] == [
+        ("naive", "ok"), ("graph", "ok"), ("torch", "left out"), ("hf-sdpa", "left out"),
+    ]  # fmt: skip
+    assert found[0]["seconds"] == 2.5
+    assert [r["seconds"] for r in found if r["batch"] == 8] == [9.0]
+    assert "torch, hf-sdpa (left out: only in earlier runs)" in report.markdown(found)

@@ -16,6 +16,8 @@ from warpline.model import cost
 Row = dict[str, Any]
 #: What makes two rows one comparison.
 CASE = tuple(field.name for field in fields(Case))
+#: What its rows say of the run and the machine.
+_OF_A_RUN = ("time", "device", "threads", "torch", "read_gb_s")
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -37,11 +39,17 @@ def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:
-    """The rows of each case's newest run: what was measured at different times is not compared."""
+    """The rows of each case's newest run: what was measured at different times is not compared. Who was only in earlier
+    runs is named, without figures."""
     found = []
     for group in grouped(rows).values():
         latest = max(row["time"] for row in group)
-        found += [row for row in group if row["time"] == latest]
+        current = [row for row in group if row["time"] == latest]
+        there = {row["method"] for row in current}
+        earlier = dict.fromkeys(row["method"] for row in group if row["status"] == "ok" and row["method"] not in there)
+        shared = {name: current[0][name] for name in (*CASE, *_OF_A_RUN) if name in current[0]}
+        left_out = shared | {"status": "left out", "why": "only in earlier runs"}
+        found += [*current, *(left_out | {"method": name} for name in earlier)]
     return found
 
 
