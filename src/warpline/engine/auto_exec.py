@@ -12,7 +12,7 @@ from warpline.engine.executor import Executor
 from warpline.engine.graph_exec import GraphExecutor
 from warpline.engine.persistent_exec import PersistentExecutor
 from warpline.engine.state import State
-from warpline.errors import WarplineError
+from warpline.errors import ConfigError, WarplineError
 from warpline.model.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -31,10 +31,15 @@ class AutoExecutor(Executor):
         self._last = ""
         try:
             self._persistent = PersistentExecutor(weights, device, dtype)
-        except WarplineError as reason:
-            logger.info("executor auto → graph: %s", reason)
+        except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
+            self._give_up(reason)
         else:
             logger.info("executor auto → persistent up to %s sequences, graph beyond", self._persistent.most_rows)
+
+    def _give_up(self, reason: Exception) -> None:
+        level = logging.INFO if isinstance(reason, ConfigError) else logging.WARNING
+        logger.log(level, "executor auto → graph: %s", str(reason).splitlines()[0])
+        self._persistent = None
 
     @property
     def described(self) -> str:
@@ -42,8 +47,13 @@ class AutoExecutor(Executor):
         return f"{self.name} ({self._last})" if self._last else self.name
 
     def _for(self, state: State) -> GraphExecutor | PersistentExecutor:
-        persistent = self._persistent
-        chosen = persistent if persistent is not None and state.batch <= (persistent.most_rows or 0) else self._graph
+        chosen: GraphExecutor | PersistentExecutor = self._graph
+        if self._persistent is not None and state.batch <= (self._persistent.most_rows or 0):
+            try:
+                self._persistent.prepare(state)
+                chosen = self._persistent
+            except WarplineError as reason:  # this GPU has too little shared memory for it, say
+                self._give_up(reason)
         self._last = chosen.name
         return chosen
 

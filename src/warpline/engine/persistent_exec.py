@@ -69,6 +69,10 @@ class PersistentExecutor(Executor):
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: Tensor | None = None
 
+    def prepare(self, state: State) -> None:
+        """Compile and load what decodes this batch; an error says why this GPU cannot."""
+        persistent.load(self._program(state.batch, logits=not _draws_itself(state)), self._index)
+
     def check(self) -> None:
         """Whether a launch had to end itself."""
         if self._fault.item():
@@ -88,14 +92,13 @@ class PersistentExecutor(Executor):
             raise ConfigError(
                 f"the persistent executor decodes up to {most} sequences of this model, not {state.batch}"
             )
-        needs = state.needs
-        if not (needs.penalty or needs.candidates or needs.min_p or needs.logprobs is not None):
-            self._launch(state, n, self._program(state.batch, logits=False))
+        program = self._program(state.batch, logits=not _draws_itself(state))
+        if _draws_itself(state):
+            self._launch(state, n, program)
             return
-        program = self._program(state.batch, logits=True)
         for _ in range(n):
             logits = self._launch(state, 1, program)
-            if needs.logprobs is not None:
+            if state.needs.logprobs is not None:
                 advance(state, logits)
             else:
                 self._draw(state, logits)
@@ -167,3 +170,9 @@ class PersistentExecutor(Executor):
         with torch.cuda.device(self._index):
             persistent.load(program, self._index).launch(n, tensors, numbers)
         return self._logits[:batch]
+
+
+def _draws_itself(state: State) -> bool:
+    """Whether the kernel chooses the tokens: the likeliest, or a draw from all."""
+    needs = state.needs
+    return not (needs.penalty or needs.candidates or needs.min_p or needs.logprobs is not None)

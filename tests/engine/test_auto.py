@@ -1,0 +1,87 @@
+"""What `auto` does where the persistent executor cannot run; the kernels executor, which runs anywhere, plays graph."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import SMALL
+from warpline.config import SamplingParams
+from warpline.engine import auto_exec
+from warpline.engine.executor import create
+from warpline.engine.kernels_exec import KernelsExecutor
+from warpline.engine.state import Request
+from warpline.errors import ConfigError, KernelError
+from warpline.model.weights import load
+
+CPU = torch.device("cpu")
+
+
+class Graph(KernelsExecutor):
+    name = "graph"
+
+
+class Persistent(KernelsExecutor):
+    """Fails when it is made, when it is compiled, or not at all."""
+
+    name = "persistent"
+    most_rows = 2
+    made: Exception | None = None
+    compiled: Exception | None = None
+
+    def __init__(self, *arguments: Any):
+        if self.made is not None:
+            raise self.made
+        super().__init__(*arguments)
+
+    def prepare(self, _state: object) -> None:
+        if self.compiled is not None:
+            raise self.compiled
+
+
+@pytest.mark.parametrize(
+    ("made", "compiled", "batch", "used", "level"),
+    [
+        (None, None, 2, "persistent", None),
+        (None, None, 3, "graph", None),
+        (ConfigError("heads of an odd width"), None, 1, "graph", logging.INFO),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), None, 1, "graph", logging.WARNING),
+        (None, KernelError("too little shared memory\nnote"), 1, "graph", logging.WARNING),
+    ],
+)
+def test_auto_goes_on_with_the_graph_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    made: Exception | None,
+    compiled: Exception | None,
+    batch: int,
+    used: str,
+    level: int | None,
+) -> None:
+    monkeypatch.setattr(auto_exec, "GraphExecutor", Graph)
+    monkeypatch.setattr(auto_exec, "PersistentExecutor", Persistent)
+    monkeypatch.setattr(Persistent, "made", made)
+    monkeypatch.setattr(Persistent, "compiled", compiled)
+    weights = load(SMALL)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    requests = [Request([5, 6 + i], params, 0, i, 8) for i in range(batch)]
+    written = []
+    with caplog.at_level(logging.INFO, logger="warpline.engine.auto_exec"):
+        for name in ("auto", "torch"):
+            executor = create(name, weights, CPU, "fp32")
+            state = executor.allocate(batch, 8)
+            state.begin(requests)
+            executor.prefill(state)
+            for _ in range(3):
+                executor.decode(state, 2)
+            executor.check()
+            written.append(state.tokens.tolist())
+            if name == "auto":
+                assert executor.described == f"auto ({used})"
+    assert written[0] == written[1]
+    reasons = [record for record in caplog.records if record.getMessage().startswith("executor auto → graph")]
+    assert [record.levelno for record in reasons] == ([level] if level else [])
+    assert all("\n" not in record.getMessage() for record in reasons)
