@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tests.conftest import SMALL
-from warpline.config import SamplingParams
+from warpline.config import ModelConfig, SamplingParams
 from warpline.engine import auto_exec
-from warpline.engine.executor import create
+from warpline.engine.executor import choose, create
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.state import Request
 from warpline.errors import ConfigError, KernelError
+from warpline.kernels import compile as compiler
+from warpline.kernels import launch
 from warpline.model.weights import load
 
 CPU = torch.device("cpu")
@@ -50,6 +52,7 @@ class Persistent(KernelsExecutor):
         (ConfigError("heads of an odd width"), None, 1, "graph", logging.INFO),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried"), None, 1, "graph", logging.WARNING),
         (None, KernelError("too little shared memory\nnote"), 1, "graph", logging.WARNING),
+        (None, torch.OutOfMemoryError("CUDA out of memory.\nTried"), 2, "graph", logging.WARNING),
     ],
 )
 def test_auto_goes_on_with_the_graph_and_says_why(
@@ -85,3 +88,36 @@ def test_auto_goes_on_with_the_graph_and_says_why(
     reasons = [record for record in caplog.records if record.getMessage().startswith("executor auto → graph")]
     assert [record.levelno for record in reasons] == ([level] if level else [])
     assert all("\n" not in record.getMessage() for record in reasons)
+
+
+@pytest.mark.parametrize(
+    ("arch", "nvrtc", "config", "reason"),
+    [
+        ("sm_90", "13.0", {}, None),
+        ("sm_75", "12.8", {}, None),
+        ("sm_70", "12.8", {}, "not made for sm_70"),
+        ("sm_90", None, {}, "pip install"),
+        ("sm_90", "13.0", {"activation_function": "relu"}, "relu"),
+        ("sm_86", "13.0", {"n_head": 2}, "shared memory"),
+    ],
+)
+def test_where_only_torch_runs(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arch: str,
+    nvrtc: str | None,
+    config: dict[str, Any],
+    reason: str | None,
+) -> None:
+    def version() -> str:
+        if nvrtc is None:
+            raise KernelError("compiling kernels needs NVRTC: pip install 'warpline[cuda]'")
+        return nvrtc
+
+    monkeypatch.setattr(launch, "arch_of", lambda _index: arch)
+    monkeypatch.setattr(compiler, "nvrtc_version", version)
+    with caplog.at_level(logging.INFO, logger="warpline.engine.executor"):
+        chosen = choose("auto", torch.device("cuda:0"), ModelConfig(**config), "fp16")
+    assert chosen == ("auto" if reason is None else "torch")
+    assert reason is None or reason in caplog.text
+    assert choose("graph", torch.device("cuda:0"), ModelConfig(**config), "fp16") == "graph"

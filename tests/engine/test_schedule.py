@@ -91,3 +91,24 @@ def test_it_cannot_run_every_model() -> None:
     weights = load("random:n_layer=1,n_head=2,n_embd=32,n_positions=16,activation_function=relu")
     with pytest.raises(ConfigError, match="relu"):
         create("kernels", weights, CPU, "fp32")
+
+
+def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warpline.config import SamplingParams as Params
+    from warpline.engine import prompts as passes
+    from warpline.engine.state import Request
+
+    monkeypatch.setattr(passes, "MOST_KEPT", 64)
+    weights = load(SMALL)
+    ours, theirs = passes.PromptExecutor(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32")
+    states = [executor.allocate(2, 60) for executor in (ours, theirs)]
+    rng = random.Random(1)
+    for length in (8, 16, 30, 8, 50, 8, 16):
+        requests = [Request([rng.randrange(9) for _ in range(length)], Params(temperature=0), 0, 0, 60)]
+        for executor, state in zip((ours, theirs), states, strict=True):
+            state.begin(requests)
+            executor.prefill(state)
+        assert states[0].tokens.tolist() == states[1].tokens.tolist()
+        kept = [batch * length for batch, length, _ in ours._passes]
+        assert sum(kept) <= 64 or len(kept) == 1
+    assert [length for _, length, _ in ours._passes] == [8, 16]

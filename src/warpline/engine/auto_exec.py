@@ -28,18 +28,19 @@ class AutoExecutor(Executor):
         super().__init__(weights, device, dtype)
         self._graph = GraphExecutor(weights, device, dtype)
         self._persistent: PersistentExecutor | None = None
-        self._last = ""
+        self._most, self._last = 0, ""  # sequences that the persistent one takes; who decoded last
         try:
             self._persistent = PersistentExecutor(weights, device, dtype)
         except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
-            self._give_up(reason)
+            self._tell(reason)
         else:
-            logger.info("executor auto → persistent up to %s sequences, graph beyond", self._persistent.most_rows)
+            self._most = self._persistent.most_rows or 0
+            logger.info("executor auto → persistent up to %s sequences, graph beyond", self._most)
 
-    def _give_up(self, reason: Exception) -> None:
+    def _tell(self, reason: Exception) -> None:
         level = logging.INFO if isinstance(reason, ConfigError) else logging.WARNING
-        logger.log(level, "executor auto → graph: %s", str(reason).splitlines()[0])
-        self._persistent = None
+        text, beyond = str(reason).splitlines()[0], f" beyond {self._most} sequences" if self._most else ""
+        logger.log(level, "executor auto → graph%s: %s", beyond, text)
 
     @property
     def described(self) -> str:
@@ -48,12 +49,13 @@ class AutoExecutor(Executor):
 
     def _for(self, state: State) -> GraphExecutor | PersistentExecutor:
         chosen: GraphExecutor | PersistentExecutor = self._graph
-        if self._persistent is not None and state.batch <= (self._persistent.most_rows or 0):
+        if self._persistent is not None and state.batch <= self._most:
             try:
                 self._persistent.prepare(state)
                 chosen = self._persistent
-            except WarplineError as reason:  # this GPU has too little shared memory for it, say
-                self._give_up(reason)
+            except (WarplineError, torch.OutOfMemoryError) as reason:  # too little shared memory for so many rows, say
+                self._most = state.batch // 2
+                self._tell(reason)
         self._last = chosen.name
         return chosen
 

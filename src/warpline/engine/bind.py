@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class Bound:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     numbers: Mapping[str, float]
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where graphs are captured, one for each GPU: a library keeps working memory for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def bind(ops: Sequence[Bound | Callable[[], None]], *, overlapping: bool = False) -> list[Callable[[], None]]:

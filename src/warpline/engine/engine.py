@@ -59,7 +59,7 @@ class LLM:
         loaded = weights.load(model, dtype=self.dtype, device=str(torch_device))
         if asked.window is not None:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
-        chosen = executors.choose(asked.executor, torch_device, loaded.config)
+        chosen = executors.choose(asked.executor, torch_device, loaded.config, self.dtype)
         with explained_memory(f"running {model} as {self.dtype}"):
             self.executor = executors.create(chosen, loaded, torch_device, self.dtype)
         self.config = loaded.config

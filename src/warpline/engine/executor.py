@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS, ModelConfig
 from warpline.engine.state import State
-from warpline.errors import ConfigError
+from warpline.errors import ConfigError, KernelError
+from warpline.hardware import ARCH_LIMITS
 from warpline.model.weights import TORCH_DTYPES, Weights
 
 #: Every executor and its home; loaded when chosen.
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Executor(ABC):
-    """Computes tokens. Reads and writes `State`; keeps nothing of a request itself."""
+    """Computes tokens. Reads and writes `State`; keeps nothing of a request but what is bound to a state's memory."""
 
     name: str
     #: Tokens to decode between two looks of the host, at most.
@@ -49,12 +51,14 @@ class Executor(ABC):
 
     def prefill(self, state: State) -> None:
         """Run the prompts that `state.begin` took in, and append each row's first token."""
-        self._prefill(state)
+        with self._on_device():
+            self._prefill(state)
         state.longest += 1
 
     def decode(self, state: State, n: int) -> None:
         """Append `n` more tokens to every row that is not done. May return before the device has finished."""
-        self._decode(state, n)
+        with self._on_device():
+            self._decode(state, n)
         state.longest = min(state.longest + n, state.capacity)
 
     def check(self) -> None:  # noqa: B027 - most have nothing to check
@@ -63,6 +67,10 @@ class Executor(ABC):
     def observe(self, state: State) -> dict[str, Tensor]:
         """Decode one step and show what it computed, under the names of `diff.order`: a row for each sequence."""
         raise ConfigError(f"the {self.name} executor does not show what it computes")
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Launches go to the current GPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @abstractmethod
     def _prefill(self, state: State) -> None:
@@ -73,15 +81,38 @@ class Executor(ABC):
         """Take `n` steps as `State` describes them. No row is longer than `state.longest` before the first."""
 
 
-def choose(name: str, device: torch.device, config: ModelConfig) -> str:
-    """Resolve "auto" where nothing is left to choose: without a GPU, or with a model that only torch runs."""
+def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
+    """Resolve "auto" where nothing is left to choose: where only torch runs."""
     if name != "auto":
         return name
-    if device.type == "cuda" and ACTIVATIONS[config.activation_function] == "gelu_tanh":
+    reason = "there is no GPU" if device.type != "cuda" else _reason_for_torch(device, config, dtype)
+    if reason is None:
         return name
-    reason = "there is no GPU" if device.type != "cuda" else f"no other runs {config.activation_function}"
     logger.info("executor auto → torch: %s", reason)
     return "torch"
+
+
+def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> str | None:
+    """Why our kernels cannot run this model on this GPU, if so."""
+    from warpline.kernels import compile as compiler
+    from warpline.kernels import launch
+    from warpline.kernels.catalog import find
+    from warpline.kernels.spec import Variant
+
+    if ACTIVATIONS[config.activation_function] != "gelu_tanh":
+        return f"no other runs {config.activation_function}"
+    arch = launch.arch_of(device.index if device.index is not None else torch.cuda.current_device())
+    if arch not in ARCH_LIMITS:
+        return f"the kernels are not made for {arch}"
+    try:
+        compiler.nvrtc_version()
+    except KernelError as error:
+        return str(error)
+    dims = {"batch": 1, "heads": config.n_head, "queries": 64, "keys": 64, "depth": config.head_size}
+    needed = Variant.of(find("flash_attention"), dtype, dims, arch).launch(dims).shared_bytes
+    if needed > ARCH_LIMITS[arch].block_shared_bytes:
+        return f"heads of {config.head_size} need {needed:,} bytes of shared memory, which this GPU has not"
+    return None
 
 
 def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:

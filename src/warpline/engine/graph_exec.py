@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from warpline.engine.bind import capture_stream
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import Step
 from warpline.engine.state import State
@@ -38,7 +39,7 @@ class GraphExecutor(KernelsExecutor):
         launches = super()._prepare(steps, named)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=capture_stream(self.device)):
             launches()
 
         def replay(_kept: Callable[[], None] = launches) -> None:  # its memory is the graph's

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from warpline.config import ACTIVATIONS
+from warpline.config import ACTIVATIONS, DTYPE_BYTES
 from warpline.engine.bind import bind
 from warpline.engine.draw import drawing
 from warpline.engine.executor import Executor
@@ -19,7 +19,11 @@ from warpline.engine.tape import record
 from warpline.errors import ConfigError, DeviceError
 from warpline.kernels import persistent
 from warpline.kernels.launch import arch_of
+from warpline.kernels.spec import THREADS_PER_WARP
 from warpline.model.weights import Weights
+
+#: One warp brings the newest key, sixteen bytes to a lane.
+MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
 
 
 class PersistentExecutor(Executor):
@@ -41,7 +45,12 @@ class PersistentExecutor(Executor):
         if config.head_size % 16 or config.inner % 16:
             raise ConfigError(
                 "the persistent executor needs heads and an MLP whose widths are multiples of 16, "
-                f"not {config.head_size} and {config.inner}: use --executor torch"
+                f"not {config.head_size} and {config.inner}: use --executor graph"
+            )
+        if config.head_size * DTYPE_BYTES[dtype] > MOST_HEAD_BYTES:
+            raise ConfigError(
+                f"the persistent executor has heads of up to {MOST_HEAD_BYTES // DTYPE_BYTES[dtype]} in {dtype}, "
+                f"not {config.head_size}: use --executor graph"
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._prompts = PromptExecutor(weights, device, dtype)
@@ -79,7 +88,7 @@ class PersistentExecutor(Executor):
             self._fault.zero_()
             raise DeviceError(
                 f"a launch of the persistent executor made no progress for {self.patience:g} s and ended itself: "
-                "the GPU may be busy with something else; try again, or use --executor torch"
+                "the GPU may be busy with something else; try again, or use --executor graph"
             )
 
     def _prefill(self, state: State) -> None:

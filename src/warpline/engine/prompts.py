@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from warpline.engine.bind import Bound, bind
+from warpline.engine.bind import Bound, bind, capture_stream
 from warpline.engine.draw import drawing
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
@@ -23,6 +23,8 @@ from warpline.model.weights import Weights
 
 #: Prompts are run as if they were as long as the next of these.
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+#: Tokens, of all passes together, whose memory is kept for the next time: some 20 KB each for gpt2.
+MOST_KEPT = 1 << 16
 
 
 class PromptExecutor(TorchExecutor):
@@ -40,14 +42,19 @@ class PromptExecutor(TorchExecutor):
             self._passes.clear()
             self._of = state
         draws = state.needs.logprobs is None
-        length = next((n for n in LENGTHS if n >= state.longest), state.longest)
+        step = LENGTHS[-1] - LENGTHS[-2]
+        length = next((n for n in LENGTHS if n >= state.longest), -(-state.longest // step) * step)
         key = (state.batch, min(length, state.capacity), draws)
-        if key not in self._passes:
-            self._passes[key] = Pass(self._weights, state, *key[:2], draws=draws)
+        found = self._passes.pop(key, None)
+        if found is None:
+            while self._passes and sum(batch * length for batch, length, _ in (key, *self._passes)) > MOST_KEPT:
+                del self._passes[next(iter(self._passes))]  # the one not used for longest
+            found = Pass(self._weights, state, *key[:2], draws=draws)
+        self._passes[key] = found  # the last again
         with self._chosen_kernels():
-            self._passes[key].run()
+            found.run()
         if not draws:
-            advance(state, self._passes[key].logits)
+            advance(state, found.logits)
 
 
 class Pass:
@@ -80,9 +87,10 @@ class Pass:
         capture."""
         self._runs += 1
         if self._graph is None and self._runs == 2 and self.x.is_cuda:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=capture_stream(self.x.device)):
                 self._enqueue()
+            self._graph = graph
         if self._graph is not None:
             self._graph.replay()
         else:

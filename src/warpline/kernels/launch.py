@@ -108,7 +108,7 @@ def _cell(argument: Any, value: Tensor | float | int) -> Any:
     """The argument as the kernel takes it."""
     if isinstance(argument, Buffer):
         assert isinstance(value, Tensor)
-        if argument.strided:  # `View` of view.cuh
+        if argument.strided:  # `View` of common.cuh
             return (ctypes.c_int64 * 4)(value.data_ptr(), *value.stride()[:3])
         return ctypes.c_void_p(value.data_ptr())
     return ctypes.c_int(int(value)) if argument.is_int else ctypes.c_float(float(value))

@@ -7,7 +7,8 @@
 // merges its parts.
 // Of sequence b the slots 0 ... length[b]-1 count; with window > 0 only the last that many of them are read. Where there
 // are `new_k` and `new_v`, they are the key and value of the last slot and are put into the cache on the way. `length`
-// and what is in the cache must have been there before the launch ahead: they are read before that one ends.
+// and the cache are read before the launches ahead have ended: where launches overlap, none of those may write them. In the
+// engine's graphs of one step each, the step before wrote them, and graphs do not overlap.
 // Traffic: keys and values once.
 #pragma once
 #include "online.cuh"
