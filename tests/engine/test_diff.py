@@ -39,6 +39,15 @@ def test_executors_that_agree(dtype: str, count: int) -> None:
     assert set(torchs.observe(_state(torchs))) == set(order(weights.config.n_layer))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_trained_model_whose_rows_have_outliers(seed: int) -> None:
+    weights = load("stories")
+    kernels, torchs = (create(name, weights, CPU, "fp32") for name in ("kernels", "torch"))
+    rng = random.Random(seed)
+    text = [[rng.randrange(50257) for _ in range(40)] for _ in range(2)]
+    assert compare(kernels, torchs, text, 4) is None
+
+
 def _state(executor: Executor) -> State:
     return _begin(executor, texts(2, 9), 3)
 
