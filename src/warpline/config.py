@@ -12,6 +12,8 @@ from warpline.errors import ConfigError, ModelError, one_of
 
 #: Storage types and their bytes per element.
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+#: Half a unit in the last place of each.
+ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")
 #: Activation names of Hugging Face configs, by the function they mean.
 ACTIVATIONS = {
@@ -86,6 +88,11 @@ class ModelConfig:
     def inner(self) -> int:
         """Width of the MLP."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def eos_number(self) -> int:
+        """The end of text as kernels take it: no token's where there is none."""
+        return -1 if self.eos_token_id is None else self.eos_token_id
 
     @property
     def head_size(self) -> int:

@@ -10,8 +10,10 @@ import torch
 
 from tests.conftest import SMALL
 from warpline.cli.main import main
-from warpline.engine.diff import _begin, compare, order
+from warpline.engine.diff import _begin, compare
 from warpline.engine.executor import Executor, create
+from warpline.engine.prompts import Prompts
+from warpline.engine.schedule import order
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.weights import Weights, load
@@ -67,7 +69,7 @@ def _state(executor: Executor) -> State:
 def test_the_first_op_that_differs_is_named(parameter: str, op: str) -> None:
     weights = load(SMALL)
     wrong = create("kernels", damaged(weights, parameter), CPU, "fp32")
-    wrong._prompts = create("torch", weights, CPU, "fp32")  # type: ignore[attr-defined]  # the prompt's K and V are right
+    wrong._prompts = Prompts(weights)  # type: ignore[attr-defined]  # the prompt's K and V are right
     found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(2, 20), 4)
     assert found is not None
     assert found.name == op
@@ -80,7 +82,7 @@ def test_not_a_number_is_a_difference() -> None:
     weights = load(SMALL)
     tensors = {**weights.tensors, "h.1.mlp.c_fc.bias": weights.tensors["h.1.mlp.c_fc.bias"] * torch.nan}
     wrong = create("kernels", replace(weights, tensors=tensors), CPU, "fp32")
-    wrong._prompts = create("torch", weights, CPU, "fp32")  # type: ignore[attr-defined]
+    wrong._prompts = Prompts(weights)  # type: ignore[attr-defined]
     found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(1, 20), 4)
     assert found is not None
     assert found.name == "h.1.hidden"

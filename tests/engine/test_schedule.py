@@ -10,6 +10,7 @@ import torch
 from tests.conftest import SMALL
 from warpline import LLM, SamplingParams
 from warpline.engine.executor import create
+from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import buffers, decode_step
 from warpline.engine.state import State
 from warpline.model.weights import load
@@ -100,7 +101,7 @@ def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(passes, "MOST_KEPT", 64)
     weights = load(SMALL)
-    ours, theirs = passes.PromptExecutor(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32")
+    ours, theirs = KernelsExecutor(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32")
     states = [executor.allocate(2, 60) for executor in (ours, theirs)]
     rng = random.Random(1)
     for length in (8, 16, 30, 8, 50, 8, 16):
@@ -109,6 +110,6 @@ def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPa
             state.begin(requests)
             executor.prefill(state)
         assert states[0].tokens.tolist() == states[1].tokens.tolist()
-        kept = [batch * length for batch, length, _ in ours._passes]
+        kept = [batch * length for batch, length, _ in ours._prompts._passes]
         assert sum(kept) <= 64 or len(kept) == 1
-    assert [length for _, length, _ in ours._passes] == [8, 16]
+    assert [length for _, length, _ in ours._prompts._passes] == [8, 16]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from warpline.bench.kernels import bench, new_outputs, random_inputs
-from warpline.bench.oracle import ROUNDING
-from warpline.config import DTYPE_BYTES
+from warpline.config import DTYPE_BYTES, ROUNDING
 from warpline.errors import ConfigError, KernelError
 from warpline.kernels import launch, torch_ops
 from warpline.kernels.catalog import CATALOG

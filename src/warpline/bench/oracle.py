@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warpline.config import ROUNDING
 from warpline.model.gpt2 import GPT2
 from warpline.model.weights import Weights
 
-#: Half a unit in the last place of each storage type.
-ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 #: Rows and tokens that are judged at most; all rows of a batch run through the same kernels.
 ROWS, TOKENS = 4, 2048
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpline.config import SamplingParams
+from warpline.config import ROUNDING, SamplingParams
 from warpline.engine.executor import Executor
+from warpline.engine.schedule import order
 from warpline.engine.state import Request, State
 
-#: Unit roundoff of the storage types.
-_ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 #: Roundings of one layer that add up, like a random walk, relative to a row's largest value; and how many times that is
 #: still called the same.
 _PER_LAYER, _SLACK = 8, 6.0
@@ -41,15 +40,6 @@ class Difference:
         )
 
 
-def order(layers: int) -> list[str]:
-    """Names of what a step computes, as it comes."""
-    names = ["h.0.in"]
-    for layer in range(layers):
-        h = f"h.{layer}"
-        names += [f"{h}.qkv", f"{h}.attention", f"{h}.middle", f"{h}.hidden", f"h.{layer + 1}.in"]
-    return [*names, "logits"]
-
-
 def compare(
     first: Executor,
     second: Executor,
@@ -65,7 +55,8 @@ def compare(
         found, expected = (executor.observe(state) for executor, state in zip((first, second), states, strict=True))
         for name in names:
             if name in found and name in expected:
-                row = _worst(found[name], expected[name], name, first.dtype)
+                layer = int(name.split(".")[1]) if name.startswith("h.") else first.config.n_layer
+                row = _worst(found[name], expected[name], layer, first.dtype)
                 if row is not None:
                     return Difference(positions[row[0]] - 1, row[0], name, *row[1:])
         tick()
@@ -83,12 +74,10 @@ def _begin(executor: Executor, texts: Sequence[Sequence[int]], steps: int) -> St
     return state
 
 
-def _worst(found: Tensor, expected: Tensor, name: str, dtype: str) -> tuple[int, float, float, float] | None:
-    """The row that is furthest beyond what rounding allows: itself, its error, what is allowed, its size."""
-    layer = int(name.split(".")[1]) if name.startswith("h.") else 1000
-    depth = _PER_LAYER * (layer + 1) if layer < 1000 else _PER_LAYER * 64
+def _worst(found: Tensor, expected: Tensor, layer: int, dtype: str) -> tuple[int, float, float, float] | None:
+    """The row furthest beyond what rounding allows by that layer: itself, its error, what is allowed, its size."""
     error = (found.double() - expected.double()).abs().nan_to_num(torch.inf).flatten(1).amax(dim=1)
     size = expected.double().abs().flatten(1).amax(dim=1)
-    allowed = _SLACK * _ROUNDING[dtype] * depth**0.5 * size
+    allowed = _SLACK * ROUNDING[dtype] * (_PER_LAYER * (layer + 1)) ** 0.5 * size
     row = int((error / allowed.clamp(min=1e-30)).argmax())
     return (row, float(error[row]), float(allowed[row]), float(size[row])) if error[row] > allowed[row] else None

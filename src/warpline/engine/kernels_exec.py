@@ -10,15 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from warpline.config import ACTIVATIONS
-from warpline.engine.bind import Bound, bind
-from warpline.engine.diff import order
+from warpline.engine.bind import bind
 from warpline.engine.executor import Executor
-from warpline.engine.prompts import PromptExecutor
+from warpline.engine.prompts import Prompts
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import Step, buffers, decode_step
+from warpline.engine.schedule import Step, buffers, decode_step, on_memory, order
 from warpline.engine.state import State
-from warpline.errors import ConfigError
 from warpline.model.weights import Weights
 
 
@@ -30,20 +27,15 @@ class KernelsExecutor(Executor):
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
-        if ACTIVATIONS[weights.config.activation_function] != "gelu_tanh":
-            raise ConfigError(
-                f"the {self.name} executor knows only GELU's tanh form, not {weights.config.activation_function}: "
-                "use --executor torch"
-            )
         self.chunk = 8 if device.type == "cuda" else 1
         self._weights = weights
-        self._prompts = PromptExecutor(weights, device, dtype)
+        self._prompts = Prompts(weights)
         self._made: dict[tuple[int, str], Callable[[], None]] = {}
         self._logits: dict[int, Tensor] = {}
         self._of: State | None = None
 
     def _prefill(self, state: State) -> None:
-        self._prompts._prefill(state)
+        self._prompts.run(state)
 
     @torch.inference_mode()
     def _decode(self, state: State, n: int) -> None:
@@ -82,11 +74,7 @@ class KernelsExecutor(Executor):
         return state.batch
 
     def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], None]:
-        ops = [
-            Bound(step.spec, [named[n] for n in step.inputs], [named[n] for n in step.outputs], step.numbers)
-            for step in steps
-        ]
-        launches = bind(ops, overlapping=self._overlapping)
+        launches = bind(on_memory(steps, named), overlapping=self._overlapping)
 
         def run() -> None:
             for launch in launches:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from warpline.config import ACTIVATIONS, DTYPE_BYTES
+from warpline.config import DTYPE_BYTES
 from warpline.engine.bind import bind
-from warpline.engine.draw import drawing
 from warpline.engine.executor import Executor
-from warpline.engine.prompts import PromptExecutor
+from warpline.engine.prompts import Prompts
 from warpline.engine.sampling import advance
+from warpline.engine.schedule import drawing
 from warpline.engine.state import State
 from warpline.engine.tape import record
 from warpline.errors import ConfigError, DeviceError
@@ -37,11 +37,6 @@ class PersistentExecutor(Executor):
         if device.type != "cuda":
             raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor torch here")
         config = weights.config
-        if ACTIVATIONS[config.activation_function] != "gelu_tanh":
-            raise ConfigError(
-                f"the persistent executor knows only GELU's tanh form, not {config.activation_function}: "
-                "use --executor torch"
-            )
         if config.head_size % 16 or config.inner % 16:
             raise ConfigError(
                 "the persistent executor needs heads and an MLP whose widths are multiples of 16, "
@@ -53,7 +48,7 @@ class PersistentExecutor(Executor):
                 f"not {config.head_size}: use --executor graph"
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._prompts = PromptExecutor(weights, device, dtype)
+        self._prompts = Prompts(weights)
         self._wte, self._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
         extents = persistent.Extents(
@@ -92,17 +87,18 @@ class PersistentExecutor(Executor):
             )
 
     def _prefill(self, state: State) -> None:
-        self._prompts._prefill(state)
+        self._prompts.run(state)
 
     def _decode(self, state: State, n: int) -> None:
         """In one launch, unless a token takes more to choose than a draw from all."""
-        most = self.most_rows
-        if most is not None and state.batch > most:
+        most = self.extents.most_rows
+        if state.batch > most:
             raise ConfigError(
                 f"the persistent executor decodes up to {most} sequences of this model, not {state.batch}"
             )
-        program = self._program(state.batch, logits=not _draws_itself(state))
-        if _draws_itself(state):
+        draws = _draws_itself(state)
+        program = self._program(state.batch, logits=not draws)
+        if draws:
             self._launch(state, n, program)
             return
         for _ in range(n):
@@ -171,7 +167,7 @@ class PersistentExecutor(Executor):
             "cache_rows": state.rows,
             "capacity": state.capacity,
             "window": config.window or 0,
-            "eos": -1 if config.eos_token_id is None else config.eos_token_id,
+            "eos": config.eos_number,
             "epsilon": config.layer_norm_epsilon,
             "scale": config.attention_scale(0),
             "scale_by_layer": int(config.scale_attn_by_inverse_layer_idx),

@@ -12,11 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from warpline.config import ACTIVATIONS
 from warpline.engine.bind import Bound, bind, capture_stream
-from warpline.engine.draw import drawing
 from warpline.engine.sampling import advance
+from warpline.engine.schedule import drawing
 from warpline.engine.state import State
-from warpline.engine.torch_exec import TorchExecutor
+from warpline.errors import ConfigError
 from warpline.kernels.catalog import find
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.model.weights import Weights
@@ -27,17 +28,20 @@ LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 MOST_KEPT = 1 << 16
 
 
-class PromptExecutor(TorchExecutor):
-    """Decodes as torch does; it is there for its prompts."""
+class Prompts:
+    """The passes over prompts that a state has seen, for every executor of ours."""
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: str):
-        super().__init__(weights, device, dtype)
+    def __init__(self, weights: Weights):
+        activation = weights.config.activation_function
+        if ACTIVATIONS[activation] != "gelu_tanh":
+            raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
         self._weights = weights
         self._passes: dict[tuple[int, int, bool], Pass] = {}
         self._of: State | None = None
 
     @torch.inference_mode()
-    def _prefill(self, state: State) -> None:
+    def run(self, state: State) -> None:
+        """As `Executor._prefill` describes it."""
         if self._of is not state:  # what was made points into another state
             self._passes.clear()
             self._of = state
@@ -51,8 +55,7 @@ class PromptExecutor(TorchExecutor):
                 del self._passes[next(iter(self._passes))]  # the one not used for longest
             found = Pass(self._weights, state, *key[:2], draws=draws)
         self._passes[key] = found  # the last again
-        with self._chosen_kernels():
-            found.run()
+        found.run()
         if not draws:
             advance(state, found.logits)
 

@@ -6,12 +6,14 @@ in torch, so that the table itself is tested on any machine. Buffers go by name;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from warpline.config import ModelConfig
+from warpline.engine.bind import Bound
 from warpline.engine.state import State
 from warpline.kernels.catalog import find
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
@@ -83,7 +85,7 @@ def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
         normal_product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
         residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
     last, head = f"h.{layers}.in", "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
-    eos = {"eos": -1 if config.eos_token_id is None else config.eos_token_id}
+    draw, append = _ending(config)
     if end == "likeliest" and few:
         steps.append(Step("head_argmax", (last, *parameters("ln_f"), head), ("token", "logit"), epsilon))
     else:
@@ -92,8 +94,46 @@ def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
         steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
         if end == "logits":
             return steps
-        steps.append(Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos))
-    return [*steps, Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)]
+        steps.append(draw)
+    return [*steps, append]
+
+
+def _ending(config: ModelConfig) -> tuple[Step, Step]:
+    """From logits to a token, and the token to its place."""
+    eos = {"eos": config.eos_number}
+    draw = Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos)
+    return draw, Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)
+
+
+def drawing(state: State, logits: Tensor) -> list[Bound]:
+    """Choose a token for each of the first rows of `state`, one for a row of `logits`, and append it; `sampling` does
+    the same in torch."""
+    return on_memory(_ending(state.config), _rows_of(state, len(logits)) | {"logits": logits})
+
+
+def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:
+    """The steps on the buffers of these names."""
+    return [
+        Bound(step.spec, [named[n] for n in step.inputs], [named[n] for n in step.outputs], step.numbers)
+        for step in steps
+    ]
+
+
+def order(layers: int) -> list[str]:
+    """Names of what a step computes and any executor can show, as it comes."""
+    names = ["h.0.in"]
+    for layer in range(layers):
+        h = f"h.{layer}"
+        names += [f"{h}.qkv", f"{h}.attention", f"{h}.middle", f"{h}.hidden", f"h.{layer + 1}.in"]
+    return [*names, "logits"]
+
+
+def _rows_of(state: State, count: int) -> dict[str, Tensor]:
+    """What a step reads and writes of a state, and the tokens that it chooses."""
+    found: dict[str, Tensor] = {name: getattr(state, name)[:count] for name in {*SAMPLED_BY, *ENDED_BY}}
+    found["token"] = torch.empty(count, dtype=torch.long, device=state.device)
+    found["logit"] = torch.empty(count, device=state.device)
+    return found
 
 
 def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
@@ -103,9 +143,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
     def room(*columns: int) -> Tensor:
         return some.new_empty(batch, *columns)
 
-    found = dict(weights.tensors)
-    for name in {*SAMPLED_BY, *ENDED_BY}:
-        found[name] = getattr(state, name)[:batch]
+    found = weights.tensors | _rows_of(state, batch)
     heads, depth = config.n_head, config.head_size
     for layer in range(config.n_layer):
         h = f"h.{layer}"
@@ -120,6 +158,4 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
             found[f"{h}.{name}"] = room(config.n_embd)
     found[f"h.{config.n_layer}.in"], found["ln_f.out"] = room(config.n_embd), room(config.n_embd)
     found["logits"] = room(config.vocab_size)
-    found["token"] = torch.empty(batch, dtype=torch.long, device=some.device)
-    found["logit"] = torch.empty(batch, device=some.device)
     return found

@@ -315,9 +315,10 @@ class DecodeKernel:
         schedule, each with a row for a sequence. The words lie as persistent/layout.cuh has them."""
         import torch
 
+        from warpline.kernels.launch import TORCH_TYPES
+
         e = self.program.extents
-        per = 4 // DTYPE_BYTES[e.dtype]
-        kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[e.dtype]
+        per, kind = 4 // DTYPE_BYTES[e.dtype], TORCH_TYPES[e.dtype]
         depth = e.width // e.heads
         head = depth // per + 2
         shapes = {
@@ -333,12 +334,10 @@ class DecodeKernel:
         for layer in range(e.layers):
             at = layer * turn
             for name, (words, element) in shapes.items():
-                values = payload[at : at + e.rows * words].view(e.rows, words).contiguous()
+                values = payload[at : at + e.rows * words].view(e.rows, words)
                 at += e.rows * words
                 if name == "heads":
-                    values = (
-                        values.view(e.rows, e.heads, e.splits, head)[:, :, 0, : depth // per].flatten(1).contiguous()
-                    )
+                    values = values.reshape(e.rows, e.heads, e.splits, head)[:, :, 0, : depth // per].flatten(1)
                 target = {"heads": f"h.{layer}.attention", "end": f"h.{layer + 1}.in"}.get(name, f"h.{layer}.{name}")
                 found[target] = values.contiguous().view(element)
         return found

@@ -25,6 +25,7 @@ class PartAttention {
     static constexpr int SLOTS = 8, AT_ONCE = WARPS * SLOTS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
     static constexpr int PITCH = DEPTH + CHUNK;  // rows on different banks
     static constexpr int COPIES = ceil_div(SLOTS * VECTORS, WARP);
+    static_assert(VECTORS <= WARP, "one warp brings the newest key and value, a vector to a lane");
 
    public:
     struct Shared {
