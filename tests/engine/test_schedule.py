@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.conftest import SMALL
 from warpline import LLM, SamplingParams
+from warpline.engine import prompts as passes
 from warpline.engine.executor import create
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import buffers, decode_step
-from warpline.engine.state import State
+from warpline.engine.state import Request, State
+from warpline.errors import ConfigError
 from warpline.model.weights import load
 
 CPU = torch.device("cpu")
@@ -44,17 +47,13 @@ def test_tokens_equal_torchs(pair: tuple[LLM, LLM], count: int, params: Sampling
 
 
 def test_window_and_end_of_text() -> None:
-    from dataclasses import replace
-
     weights = load(SMALL)
     weights = replace(weights, config=replace(weights.config, window=5))
-    from warpline.config import SamplingParams as Params
-    from warpline.engine.state import Request
 
     def run(name: str, eos: int | None) -> tuple[list[list[int]], list[bool]]:
         changed = replace(weights, config=replace(weights.config, eos_token_id=eos))
         executor = create(name, changed, CPU, "fp32")
-        params = Params(temperature=0, max_tokens=30)
+        params = SamplingParams(temperature=0, max_tokens=30)
         state = executor.allocate(2, 50)
         state.begin([Request(prompt, params, 0, i, 45) for i, prompt in enumerate(prompts(2))])
         executor.prefill(state)
@@ -87,25 +86,19 @@ def test_every_name_is_somebodys(batch: int) -> None:
 
 
 def test_it_cannot_run_every_model() -> None:
-    from warpline.errors import ConfigError
-
     weights = load("random:n_layer=1,n_head=2,n_embd=32,n_positions=16,activation_function=relu")
     with pytest.raises(ConfigError, match="relu"):
         create("kernels", weights, CPU, "fp32")
 
 
 def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warpline.config import SamplingParams as Params
-    from warpline.engine import prompts as passes
-    from warpline.engine.state import Request
-
     monkeypatch.setattr(passes, "MOST_KEPT", 64)
     weights = load(SMALL)
     ours, theirs = KernelsExecutor(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32")
     states = [executor.allocate(2, 60) for executor in (ours, theirs)]
     rng = random.Random(1)
     for length in (8, 16, 30, 8, 50, 8, 16):
-        requests = [Request([rng.randrange(9) for _ in range(length)], Params(temperature=0), 0, 0, 60)]
+        requests = [Request([rng.randrange(9) for _ in range(length)], SamplingParams(temperature=0), 0, 0, 60)]
         for executor, state in zip((ours, theirs), states, strict=True):
             state.begin(requests)
             executor.prefill(state)

@@ -221,17 +221,21 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
         return choice(128, 128, 32, 2, 4, 1, 1, 2)
     if dims["rows"] <= _FEW_ROWS:
         return choice(*_small_tile(dims, arch))
-    roomy = arch_number(arch) in (80, 90, 100)  # the others have too little shared memory for large tiles
-    if tiles(128, 192) >= 96 and roomy:
+    if tiles(128, 192) >= 96 and _is_roomy(arch):
         return choice(128, 192, 64, 2, 4, 1, 1, 3)
     return choice(64, 96, 64, 2, 2, 1, 1, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 1, 1, 4)
+
+
+def _is_roomy(arch: str) -> bool:
+    """Whether there is shared memory for large tiles."""
+    return arch_number(arch) in (80, 90, 100)
 
 
 def _small_tile(dims: Dims, arch: str) -> tuple[int, ...]:
     """What was the fastest on an H200 for the products of GPT-2: enough tiles to keep all SMs reading, as many of their
     inputs on the way as there is shared memory for, and long products of few outputs shared by clusters."""
     rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
-    roomy = arch_number(arch) in (80, 90, 100)
+    roomy = _is_roomy(arch)
     if outputs > 16384:
         if rows <= 16:
             return 16, 64, 128, 1, 2, 2, 1, 4
