@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from warpline.bench.kernels import random_inputs
 from warpline.errors import ConfigError
 from warpline.kernels import torch_ops
 from warpline.kernels.spec import KernelSpec
 from warpline.kernels.torch_ops import OPERATORS
+from warpline.kernels.verify import random_inputs
 
 SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
 

@@ -13,7 +13,8 @@ from warpline.errors import DeviceError
 from warpline.hardware import arch_supports
 from warpline.kernels import launch
 from warpline.kernels.launch import TORCH_TYPES
-from warpline.kernels.spec import Buffer, Dims, KernelSpec
+from warpline.kernels.spec import Dims, KernelSpec
+from warpline.kernels.verify import random_inputs
 
 
 def require_gpu() -> None:
@@ -33,38 +34,6 @@ def bench(specs: list[KernelSpec], dtypes: list[str], arch: str | None = None) -
             if spec.runs_on(dtype, arch):
                 for dims in spec.bench_dims:
                     yield _row(spec, dtype, dims, arch, origin, peaks[dtype])
-
-
-def random_inputs(
-    spec: KernelSpec, dtype: str, dims: Dims, seed: int, device: str = "cuda", *, full: bool = False
-) -> list[torch.Tensor]:
-    """Fresh inputs: normal numbers, or what the buffer is said to hold; with `full`, counts are as large as can be."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return [_random(buffer, dtype, dims, generator, full) for buffer in spec.inputs]
-
-
-def _random(buffer: Buffer, dtype: str, dims: Dims, generator: torch.Generator, full: bool) -> torch.Tensor:
-    holds, shape = buffer.holds, buffer.shape(dims)
-    kind = TORCH_TYPES[buffer.element(dtype)]
-    if holds.upto is not None:
-        highest = dims[holds.upto] + holds.lowest
-        lowest = highest - 1 if full and holds.lowest else holds.lowest
-    elif not kind.is_floating_point:
-        lowest, highest = (0, 2) if kind == torch.bool else (-(2**31), 2**31)
-    else:
-        numbers = torch.empty(shape, device=generator.device)
-        if holds.between is not None:
-            return numbers.uniform_(*holds.between, generator=generator)
-        return numbers.normal_(generator=generator).to(kind)
-    return torch.randint(lowest, highest, shape, generator=generator, device=generator.device, dtype=kind)
-
-
-def new_outputs(spec: KernelSpec, dtype: str, dims: Dims, device: str = "cuda") -> list[torch.Tensor]:
-    """Buffers for the results, poisoned: not a number, or an index that cannot be."""
-    return [
-        torch.full(b.shape(dims), torch.nan if kind.is_floating_point else -1, dtype=kind, device=device)
-        for b, kind in ((b, TORCH_TYPES[b.element(dtype)]) for b in spec.outputs)
-    ]
 
 
 def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, Any], peak: float) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from warpline.model.gpt2 import KVCache
 class Request:
     """One row to be generated."""
 
-    prompt: Rows[int]
+    prompt: Rows[int] | np.ndarray
     params: SamplingParams
     seed: int
     sample: int  # which of the n completions of the prompt
@@ -106,16 +106,20 @@ class State:
     def __init__(self, config: ModelConfig, rows: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
         self.config, self.rows, self.capacity, self.device = config, rows, capacity, device
         self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
-        self._tokens = _Mirrored((rows, capacity), torch.int64, device)
-        self._noise = _Mirrored((rows, capacity), torch.int32, device)
-        self.tokens, self.noise = self._tokens.there, self._noise.there
-        self._fields = _Mirrored((rows * sum(kind.itemsize for kind in _FIELDS.values()),), torch.uint8, device)
+        self._noise = _Mirrored(rows * capacity, torch.int32, device)
+        self.noise = self._noise.there.view(rows, capacity)
+        # The fields of all rows, then row by row the tokens: what a batch needs of it is its beginning.
+        width = sum(kind.itemsize for kind in _FIELDS.values())
+        self._fields_end = -(-rows * width // 8) * 8
+        self._packed = _Mirrored(self._fields_end + rows * capacity * 8, torch.uint8, device)
+        self.tokens = self._packed.there[self._fields_end :].view(torch.int64).view(rows, capacity)
+        self._tokens_here = self._packed.here[self._fields_end :].view(torch.int64).view(rows, capacity).numpy()
         self._here: dict[str, np.ndarray] = {}
         end = 0
         for name, kind in _FIELDS.items():
             begin, end = end, end + rows * kind.itemsize
-            setattr(self, name, self._fields.there[begin:end].view(kind))
-            self._here[name] = self._fields.here[begin:end].view(kind).numpy()
+            setattr(self, name, self._packed.there[begin:end].view(kind))
+            self._here[name] = self._packed.here[begin:end].view(kind).numpy()
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
@@ -133,35 +137,35 @@ class State:
         vocab = self.config.vocab_size
         self.batch = batch
         self.longest = max(len(request.prompt) for request in requests)
-        sampled = [p for p in params if p.temperature > 0]
-        tokens, noise = self._tokens.ready().numpy(), self._noise.ready().numpy()
+        self._packed.ready()
+        tokens, here = self._tokens_here, self._here
         tokens[:batch] = 0
         for row, request in enumerate(requests):
-            given = (*request.prompt, *request.forced)[: request.limit]
-            tokens[row, : len(given)] = given
-            if request.params.temperature > 0:
-                noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
-        self._tokens.send(batch)
+            given, limit = len(request.prompt), request.limit
+            tokens[row, :given] = request.prompt
+            if request.forced:
+                tokens[row, given:limit] = (*request.forced, *[0] * limit)[: limit - given]
+        lengths = np.fromiter((len(request.prompt) for request in requests), np.int64, batch)
+        here["length"][:batch] = lengths
+        here["known"][:batch] = lengths + np.fromiter((len(request.forced) for request in requests), np.int64, batch)
+        here["limit"][:batch] = np.fromiter((request.limit for request in requests), np.int64, batch)
+        here["min_length"][:batch] = lengths + [p.min_tokens for p in params]
+        here["top_k"][:batch] = [min(p.top_k or vocab, vocab) for p in params]
+        here["temperature"][:batch] = [p.temperature for p in params]
+        here["top_p"][:batch] = [p.top_p for p in params]
+        here["min_p"][:batch] = [p.min_p for p in params]
+        here["penalty"][:batch] = [p.repetition_penalty for p in params]
+        here["stops_at_eos"][:batch] = [not p.ignore_eos for p in params]
+        here["done"][:batch] = here["broken"][:batch] = False
+        here["length"][batch:], here["done"][batch:] = 1, True  # rows not in use may be computed along
+        self._packed.send(self._fields_end + batch * self.capacity * 8)
+        sampled = [p for p in params if p.temperature > 0]
         if sampled:
-            self._noise.send(batch)
-        self._fields.ready()
-        for name, values in {
-            "length": [len(request.prompt) for request in requests],
-            "known": [len(request.prompt) + len(request.forced) for request in requests],
-            "limit": [request.limit for request in requests],
-            "min_length": [len(request.prompt) + request.params.min_tokens for request in requests],
-            "top_k": [min(p.top_k or vocab, vocab) for p in params],
-            "temperature": [p.temperature for p in params],
-            "top_p": [p.top_p for p in params],
-            "min_p": [p.min_p for p in params],
-            "penalty": [p.repetition_penalty for p in params],
-            "stops_at_eos": [not p.ignore_eos for p in params],
-            "done": [False] * batch,
-            "broken": [False] * batch,
-        }.items():
-            self._here[name][:batch] = values
-        self._here["length"][batch:], self._here["done"][batch:] = 1, True  # rows not in use may be computed along
-        self._fields.send()
+            noise = self._noise.ready().view(self.rows, self.capacity).numpy()
+            for row, request in enumerate(requests):
+                if request.params.temperature > 0:
+                    noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
+            self._noise.send(batch * self.capacity)
         tops = [p.logprobs for p in params if p.logprobs is not None]
         self.needs = Needs(
             penalty=any(p.repetition_penalty != 1 for p in params),
@@ -205,10 +209,10 @@ class State:
 class _Mirrored:
     """A buffer on the device and one like it on the host, from which it is filled without waiting."""
 
-    def __init__(self, shape: tuple[int, ...], kind: torch.dtype, device: torch.device):
+    def __init__(self, count: int, kind: torch.dtype, device: torch.device):
         on_gpu = device.type == "cuda"
-        self.there = torch.zeros(shape, dtype=kind, device=device)
-        self.here = torch.zeros(shape, dtype=kind, pin_memory=on_gpu)
+        self.there = torch.zeros(count, dtype=kind, device=device)
+        self.here = torch.zeros(count, dtype=kind, pin_memory=on_gpu)
         self._sent = torch.cuda.Event() if on_gpu else None
 
     def ready(self) -> Tensor:
@@ -217,9 +221,9 @@ class _Mirrored:
             self._sent.synchronize()
         return self.here
 
-    def send(self, rows: int | None = None) -> None:
-        """Bring the first rows over."""
-        self.there[:rows].copy_(self.here[:rows], non_blocking=True)
+    def send(self, count: int) -> None:
+        """Bring the first elements over."""
+        self.there[:count].copy_(self.here[:count], non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.there.device))
 

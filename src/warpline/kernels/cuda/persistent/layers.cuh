@@ -211,14 +211,16 @@ class Layers : protected Layout<M> {
         // Of a lane's pair i: the row, the column, and where the first part of its head begins.
         struct Spot {
             int row, column;
+            bool own;
             const Word* head;
         };
         const auto spot = [&](int i) {
-            const int n = min(lane % LANES + i * LANES, MINE - 1), row = n / PAIRS, column = min(slab + n % PAIRS * (2 * PER), WIDTH - 2 * PER);
-            return Spot{row, column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::SPLITS * HEAD_WORDS};
+            const int n = lane % LANES + i * LANES, row = min(n, MINE - 1) / PAIRS, at = slab + n % PAIRS * (2 * PER);
+            const int column = min(at, WIDTH - 2 * PER);  // a lane without a pair of its own looks at another's
+            return Spot{row, column, lane < LANES && n < MINE && at == column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::SPLITS * HEAD_WORDS};
         };
         const auto leave = [&](const Spot& s, Vec<unsigned, 2> bits) {
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + s.row * PITCH + s.column) = bits;
+            if (s.own) *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + s.row * PITCH + s.column) = bits;
         };
         if (splits == 1) {
             gather<ceil_div(MINE, LANES), 4>([&](int i) {

@@ -134,21 +134,20 @@ class Tape {
     static __device__ __forceinline__ void feed(const Bits* block, int steps, int times, Ring& ring, Watch& watch) {
         int into = 0;
         unsigned free = 1;  // the first round finds every slot empty
-        for (int time = 0; time < times; ++time) {
-            for (int step = 0; step < steps; ++step) {
-                while (!barrier_passed(ring.empty + into, free)) {
-                    if (!watch.look()) continue;
-                    for (int i = 0; i < RING; ++i) {  // copies under way must not outlive the block
-                        while (!barrier_passed(ring.full + i, i < into ? free ^ 1 : free)) continue;
-                    }
-                    return;
-                }
+        bool ended = false;
+        for (int time = 0; time < times && !ended; ++time) {
+            for (int step = 0; step < steps && !ended; ++step) {
+                while (!barrier_passed(ring.empty + into, free) && !ended) ended = watch.look();
+                if (ended) break;
                 copy_bulk(ring.slot[into], block + static_cast<long long>(step) * STEP, STEP * sizeof(Bits), ring.full + into);
                 if (++into == RING) {
                     into = 0;
                     free ^= 1;
                 }
             }
+        }
+        for (int i = 0; i < RING && times > 0; ++i) {  // copies under way must not outlive the block
+            while (!barrier_passed(ring.full + i, i < into ? free ^ 1 : free)) continue;
         }
     }
 
