@@ -103,6 +103,6 @@ def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPa
             state.begin(requests)
             executor.prefill(state)
         assert states[0].tokens.tolist() == states[1].tokens.tolist()
-        kept = [batch * length for batch, length, _ in ours._prompts._passes]
+        kept = [batch * length for batch, length, _ in states[0].kept[ours._prompts]]
         assert sum(kept) <= 64 or len(kept) == 1
-    assert [length for _, length, _ in ours._prompts._passes] == [8, 16]
+    assert [length for _, length, _ in states[0].kept[ours._prompts]] == [8, 16]

@@ -125,17 +125,40 @@ def test_turing_path(dtype: str) -> None:
     [
         Params(temperature=0.8, ignore_eos=True),
         Params(temperature=1.3, ignore_eos=True, min_tokens=10),
+        Params(temperature=0.9, top_p=0.95),
+        Params(temperature=0.2, top_k=5),
+        Params(temperature=2, min_p=0.1),
         Params(temperature=1, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+        Params(temperature=0, repetition_penalty=1.3),
         Params(temperature=0, repetition_penalty=1.3, logprobs=3),
     ],
 )
 def test_sampling_draws_what_torch_draws(params: Params) -> None:
     """The same noise, so the same tokens in fp32."""
     weights = load(SMALL, device="cuda")
-    asked = requests(weights, [8, 20], 40, params)
-    assert (
-        run(PersistentExecutor(weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
-    )
+    assert agree(weights, requests(weights, [8, 20], 40, params))
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [("random:gpt2", (4, 3, 1)), ("stories", (8, 2)), ("random:n_layer=2,n_head=2,n_embd=128,n_positions=128", (8, 5))],
+)
+def test_every_row_has_its_own_filters(model: str, counts: tuple[int, ...]) -> None:
+    weights = load(model, device="cuda")
+    settings = [
+        Params(temperature=0),
+        Params(temperature=0.8, top_p=0.9),
+        Params(temperature=1.2, top_k=1),
+        Params(temperature=1, top_k=5_000, top_p=0.999),
+        Params(temperature=1.5, ignore_eos=True),
+        Params(temperature=0, repetition_penalty=1.5),
+        Params(temperature=0.05, top_k=300, repetition_penalty=0.9),
+        Params(temperature=1, top_p=1e-6, min_p=0.5),
+    ]
+    for count in counts:
+        rows = [requests(weights, [5 + 7 * i], 60, params)[0] for i, params in enumerate(settings)]
+        for first in range(0, 8, count):
+            assert agree(weights, rows[first : first + count])
 
 
 def test_end_of_text_ends_rows_on_the_device() -> None:

@@ -270,7 +270,7 @@ def test_persistent_decode_can_cooperate_everywhere() -> None:
     wanted = list(one.values())
     for arch in ("sm_75", "sm_90"):
         full = replace(one[arch], dtype="fp32")
-        wanted += [replace(e, rows=e.most_rows) for e in (one[arch], full)]
+        wanted += [replace(e, rows=e.most_rows, filters=True) for e in (one[arch], full)]
     for binary in compile_many([(DecodeProgram(extents), extents.arch) for extents in wanted]):
         report, program = binary.report, binary.program
         assert report.registers is not None

@@ -35,12 +35,10 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def bind(ops: Sequence[Bound | Callable[[], None]], *, overlapping: bool = False) -> list[Callable[[], None]]:
-    """What to call for each; kernels are compiled on all cores and loaded. What is no op stays as it is. Overlapping
-    kernels begin before the one ahead has ended, where the GPU can, and wait only when they need its results."""
-    made: list[launch.Call | Callable[[], None]] = [
-        _bind(op, overlapping) if isinstance(op, Bound) else op for op in ops
-    ]
+def bind(ops: Sequence[Bound], *, overlapping: bool = False) -> list[Callable[[], None]]:
+    """What to call for each; kernels are compiled on all cores and loaded. Overlapping kernels begin before the one
+    ahead has ended, where the GPU can, and wait only when they need its results."""
+    made = [_bind(op, overlapping) for op in ops]
     calls = [one for one in made if isinstance(one, launch.Call)]
     if calls:
         compile_many(list({call.program for call in calls}))

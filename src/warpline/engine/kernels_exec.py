@@ -30,19 +30,12 @@ class KernelsExecutor(Executor):
         self.chunk = 8 if device.type == "cuda" else 1
         self._weights = weights
         self._prompts = Prompts(weights)
-        self._made: dict[tuple[int, str], Callable[[], None]] = {}
-        self._logits: dict[int, Tensor] = {}
-        self._of: State | None = None
 
     def _prefill(self, state: State) -> None:
         self._prompts.run(state)
 
     @torch.inference_mode()
     def _decode(self, state: State, n: int) -> None:
-        if self._of is not state:  # what was made points into another state
-            self._made.clear()
-            self._logits.clear()
-            self._of = state
         for _ in range(n):
             self._step(state)
 
@@ -57,17 +50,14 @@ class KernelsExecutor(Executor):
         return {name: named[name].clone() for name in order(self.config.n_layer)}
 
     def _step(self, state: State) -> None:
-        needs, rows = state.needs, self._rows(state)
-        end = "drawn" if needs.penalty or needs.random or needs.min_length else "likeliest"
-        if needs.logprobs is not None:
-            end = "logits"
-        if (rows, end) not in self._made:
+        end, rows = state.needs.end, self._rows(state)
+        if (key := (self, rows, end)) not in state.kept:
             named = buffers(self._weights, state, rows)
-            self._logits[rows] = named["logits"]
-            self._made[rows, end] = self._prepare(decode_step(self._weights, rows, end), named)
-        self._made[rows, end]()
+            state.kept[key] = self._prepare(decode_step(self._weights, rows, end), named), named["logits"]
+        run, logits = state.kept[key]
+        run()
         if end == "logits":
-            advance(state, self._logits[rows][: state.batch])
+            advance(state, logits[: state.batch])
 
     def _rows(self, state: State) -> int:
         """How many rows of the state a step computes: those in use, at least."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from warpline.config import DTYPE_BYTES
-from warpline.engine.bind import bind
 from warpline.engine.executor import Executor
 from warpline.engine.prompts import Prompts
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import drawing
 from warpline.engine.state import State
 from warpline.engine.tape import record
 from warpline.errors import ConfigError, DeviceError
@@ -68,14 +66,12 @@ class PersistentExecutor(Executor):
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None
-        self._drawing: list[Callable[[], None]] = []
-        self._drawn_for: tuple[State | None, int, int] = (None, 0, 0)
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: Tensor | None = None
 
     def prepare(self, state: State) -> None:
         """Compile and load what decodes this batch; an error says why this GPU cannot."""
-        persistent.load(self._program(state.batch, logits=not _draws_itself(state)), self._index)
+        persistent.load(self._decoder(state), self._index)
 
     def check(self) -> None:
         """Whether a launch had to end itself."""
@@ -90,34 +86,22 @@ class PersistentExecutor(Executor):
         self._prompts.run(state)
 
     def _decode(self, state: State, n: int) -> None:
-        """In one launch, unless a token takes more to choose than a draw from all."""
+        """In one launch, unless the logarithms of probabilities are asked for."""
         most = self.extents.most_rows
         if state.batch > most:
             raise ConfigError(
                 f"the persistent executor decodes up to {most} sequences of this model, not {state.batch}"
             )
-        draws = _draws_itself(state)
-        program = self._program(state.batch, logits=not draws)
-        if draws:
+        program = self._decoder(state)
+        if state.needs.logprobs is None:
             self._launch(state, n, program)
             return
         for _ in range(n):
-            logits = self._launch(state, 1, program)
-            if state.needs.logprobs is not None:
-                advance(state, logits)
-            else:
-                self._draw(state, logits)
-
-    @torch.inference_mode()
-    def _draw(self, state: State, logits: Tensor) -> None:
-        if self._drawn_for != (key := (state, logits.data_ptr(), len(logits))):
-            self._drawing, self._drawn_for = bind(drawing(state, logits)), key
-        for launch in self._drawing:
-            launch()
+            advance(state, self._launch(state, 1, program))
 
     def observe(self, state: State) -> dict[str, Tensor]:
         """From a launch that keeps what its blocks exchange."""
-        program = self._program(state.batch, logits=True, observed=True)
+        program = self._program(state.batch, logits=True, observed=True, splits=1)
         logits = self._launch(state, 1, program)
         torch.cuda.synchronize(self.device)
         self.check()
@@ -129,9 +113,15 @@ class PersistentExecutor(Executor):
         state.longest = min(state.longest + 1, state.capacity)
         return seen
 
-    def _program(self, batch: int, *, logits: bool, observed: bool = False) -> persistent.DecodeProgram:
-        extents = replace(self.extents, rows=1 << (batch - 1).bit_length(), logits=logits)
-        return persistent.DecodeProgram(replace(extents, observed=True, splits=1) if observed else extents)
+    def _decoder(self, state: State) -> persistent.DecodeProgram:
+        """The program that decodes this batch."""
+        needs = state.needs
+        if needs.logprobs is not None:
+            return self._program(state.batch, logits=True)
+        return self._program(state.batch, filters=needs.penalty or needs.candidates > 0 or needs.min_p)
+
+    def _program(self, batch: int, **options: Any) -> persistent.DecodeProgram:
+        return persistent.DecodeProgram(replace(self.extents, rows=1 << (batch - 1).bit_length(), **options))
 
     @torch.inference_mode()
     def _launch(self, state: State, n: int, program: persistent.DecodeProgram) -> Tensor:
@@ -152,6 +142,10 @@ class PersistentExecutor(Executor):
             "limit": state.limit,
             "min_length": state.min_length,
             "temperature": state.temperature,
+            "top_k": state.top_k,
+            "top_p": state.top_p,
+            "min_p": state.min_p,
+            "penalty": state.penalty,
             "noise": state.noise,
             "stops_at_eos": state.stops_at_eos,
             "done": state.done,
@@ -175,9 +169,3 @@ class PersistentExecutor(Executor):
         with torch.cuda.device(self._index):
             persistent.load(program, self._index).launch(n, tensors, numbers)
         return self._logits[:batch]
-
-
-def _draws_itself(state: State) -> bool:
-    """Whether the kernel chooses the tokens: the likeliest, or a draw from all."""
-    needs = state.needs
-    return not (needs.penalty or needs.candidates or needs.min_p or needs.logprobs is not None)

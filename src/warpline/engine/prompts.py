@@ -1,13 +1,11 @@
 """Prompts: a library's products where they are many rows, our kernels for the rest, captured as graphs by length.
 
-Per layer: QKV with its bias, K and V into their slots, FlashAttention, out-projection with its bias, residual and
-LayerNorm in one, FC with bias and GELU, projection with its bias, residual and LayerNorm in one. Only the last position
-of each sequence goes through the head.
+Per layer: QKV with its bias, FlashAttention that puts K and V into their slots, out-projection with its bias, residual
+and LayerNorm in one, FC with bias and GELU, projection with its bias, residual and LayerNorm in one. Only the last
+position of each sequence goes through the head.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,11 +13,10 @@ from torch import Tensor
 from warpline.config import ACTIVATIONS
 from warpline.engine.bind import Bound, bind, capture_stream
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import drawing
+from warpline.engine.schedule import ending
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.kernels.catalog import find
-from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.model.weights import Weights
 
 #: Prompts are run as if they were as long as the next of these.
@@ -36,36 +33,30 @@ class Prompts:
         if ACTIVATIONS[activation] != "gelu_tanh":
             raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
         self._weights = weights
-        self._passes: dict[tuple[int, int, bool], Pass] = {}
-        self._of: State | None = None
 
     @torch.inference_mode()
     def run(self, state: State) -> None:
         """As `Executor._prefill` describes it."""
-        if self._of is not state:  # what was made points into another state
-            self._passes.clear()
-            self._of = state
-        draws = state.needs.logprobs is None
+        passes: dict[tuple[int, int, str], Pass] = state.kept.setdefault(self, {})
         step = LENGTHS[-1] - LENGTHS[-2]
         length = next((n for n in LENGTHS if n >= state.longest), -(-state.longest // step) * step)
-        key = (state.batch, min(length, state.capacity), draws)
-        found = self._passes.pop(key, None)
+        key = (state.batch, min(length, state.capacity), state.needs.end)
+        found = passes.pop(key, None)
         if found is None:
-            while self._passes and sum(batch * length for batch, length, _ in (key, *self._passes)) > MOST_KEPT:
-                del self._passes[next(iter(self._passes))]  # the one not used for longest
-            found = Pass(self._weights, state, *key[:2], draws=draws)
-        self._passes[key] = found  # the last again
+            while passes and sum(batch * length for batch, length, _ in (key, *passes)) > MOST_KEPT:
+                del passes[next(iter(passes))]  # the one not used for longest
+            found = Pass(self._weights, state, *key)
+        passes[key] = found  # the last again
         found.run()
-        if not draws:
+        if state.needs.end == "logits":
             advance(state, found.logits)
 
 
 class Pass:
-    """A pass over `batch` prompts of up to `length` tokens, bound to memory; with `draws` a token is appended to each,
-    otherwise it ends with `logits`."""
+    """A pass over `batch` prompts of up to `length` tokens, bound to memory; it ends as `schedule.decode_step` does."""
 
-    def __init__(self, weights: Weights, state: State, batch: int, length: int, *, draws: bool):
-        self.weights, self.state, self.batch, self.length = weights, state, batch, length
+    def __init__(self, weights: Weights, state: State, batch: int, length: int, end: str):
+        self.weights, self.batch, self.length = weights, batch, length
         config, some = weights.config, weights.tensors["wte.weight"]
         rows = batch * length
 
@@ -78,9 +69,13 @@ class Pass:
         self.hidden = room(rows, config.inner)
         self.heads = room(batch, length, config.n_head, config.head_size)
         self.logits = room(batch, config.vocab_size)
-        steps = [*self._body(), *self._end()]
-        if draws:
-            steps += drawing(state, self.logits)
+        last = room(batch, config.n_embd)
+        picked = [self.projected.view(batch, length, -1), self.middle.view(batch, length, -1), state.length[:batch]]
+        steps = [
+            *self._body(state),
+            Bound(find("last_residual"), picked, [last], {}),
+            *ending(weights, state, end, last, self.logits),
+        ]
         self._steps = bind(steps, overlapping=True)
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -103,31 +98,22 @@ class Pass:
         for step in self._steps:
             step()
 
-    def _body(self) -> list[Bound | Callable[[], None]]:
-        config, t, state = self.weights.config, self.weights.tensors, self.state
-        batch, length = self.batch, self.length
-        ids = torch.empty(batch, length, dtype=torch.long, device=self.x.device)
-        positions = torch.arange(length, device=self.x.device).repeat(batch)
+    def _body(self, state: State) -> list[Bound]:
+        config, t, batch, length = self.weights.config, self.weights.tensors, self.batch, self.length
         by_head = self.qkv.view(batch, length, 3, config.n_head, config.head_size)
-        q, new_k, new_v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
-
-        def look_up() -> None:
-            ids.copy_(state.tokens[:batch, :length])
-
-        embedded = [ids.view(-1), positions, t["wte.weight"], t["wpe.weight"]]
-        steps: list[Bound | Callable[[], None]] = [
-            look_up,
-            Bound(find("embedding"), embedded, [self.x], {}),
+        q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
+        embedded = [state.tokens[:batch], t["wte.weight"], t["wpe.weight"][:length]]
+        steps = [
+            Bound(find("prompt_embedding"), embedded, [self.x.view(batch, length, -1)], {}),
             Bound(find("layernorm"), [self.x, *self._affine("h.0.ln_1")], [self.normal], self._epsilon),
         ]
         for layer in range(config.n_layer):
             h = f"h.{layer}"
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-            k, v = (c[layer, :batch, :, :length] for c in (state.cache.k, state.cache.v))
+            cache = [c[layer, :batch] for c in (state.cache.k, state.cache.v)]
             steps += [
                 self._product(f"{h}.attn.c_attn", self.normal, self.qkv),
-                Bound(find("fill_cache"), [new_k, new_v, k, v], [], {}),
-                Bound(find("flash_attention"), [q, k, v, state.length[:batch]], [self.heads], numbers),
+                Bound(find("prompt_attention"), [q, k, v, state.length[:batch], *cache], [self.heads], numbers),
                 self._product(f"{h}.attn.c_proj", self.heads.view(-1, config.n_embd), self.projected),
                 self._residual(self.x, f"{h}.ln_2", self.middle),
                 self._product(f"{h}.mlp.c_fc", self.normal, self.hidden, "matmul_bias_gelu"),
@@ -151,20 +137,3 @@ class Pass:
 
     def _product(self, name: str, source: Tensor, target: Tensor, op: str = "matmul_bias") -> Bound:
         return Bound(find(op), [source, *self._affine(name)], [target], {})
-
-    def _end(self) -> list[Bound | Callable[[], None]]:
-        """The last position of each prompt: residual, LayerNorm, head."""
-        batch, t = self.batch, self.weights.tensors
-        start = torch.arange(batch, device=self.x.device) * self.length - 1
-        last = torch.empty_like(start)
-        projected, residual, total, normal = (self.x.new_empty(batch, self.x.shape[1]) for _ in range(4))
-        head = t.get("lm_head.weight", t["wte.weight"])
-
-        def pick() -> None:
-            torch.add(start, self.state.length[:batch], out=last)
-            torch.index_select(self.projected, 0, last, out=projected)
-            torch.index_select(self.middle, 0, last, out=residual)
-
-        inputs = [projected, residual, *self._affine("ln_f")]
-        multiply = Bound(find("matvec" if batch <= MOST_MATVEC_ROWS else "matmul"), [normal, head], [self.logits], {})
-        return [pick, Bound(find("residual_layernorm"), inputs, [total, normal], self._epsilon), multiply]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from warpline.config import ModelConfig
 from warpline.engine.bind import Bound
 from warpline.engine.state import State
 from warpline.kernels.catalog import find
@@ -84,31 +83,29 @@ def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
         residual_product(f"{h}.attn.c_proj", f"{h}.attention", f"{h}.in", f"{h}.middle", f"{h}.ln_2", layer)
         normal_product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
         residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
-    last, head = f"h.{layers}.in", "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
-    draw, append = _ending(config)
+    return [*steps, *_ending(weights, batch, end, f"h.{layers}.in", normal=not few)]
+
+
+def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) -> list[Step]:
+    """From the last hidden state, of which ln_f.out may be there already, to what `end` says."""
+    epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
+    few, norm = batch <= MOST_MATVEC_ROWS, ("ln_f.weight", "ln_f.bias")
+    head = "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
+    append = Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)
     if end == "likeliest" and few:
-        steps.append(Step("head_argmax", (last, *parameters("ln_f"), head), ("token", "logit"), epsilon))
-    else:
-        if few:
-            steps.append(Step("layernorm", (last, *parameters("ln_f")), ("ln_f.out",), epsilon))
-        steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
-        if end == "logits":
-            return steps
-        steps.append(draw)
-    return [*steps, append]
+        return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
+    steps = [] if normal else [Step("layernorm", (last, *norm), ("ln_f.out",), epsilon)]
+    steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
+    if end == "logits":
+        return steps
+    return [*steps, Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos), append]
 
 
-def _ending(config: ModelConfig) -> tuple[Step, Step]:
-    """From logits to a token, and the token to its place."""
-    eos = {"eos": config.eos_number}
-    draw = Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos)
-    return draw, Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)
-
-
-def drawing(state: State, logits: Tensor) -> list[Bound]:
-    """Choose a token for each of the first rows of `state`, one for a row of `logits`, and append it; `sampling` does
-    the same in torch."""
-    return on_memory(_ending(state.config), _rows_of(state, len(logits)) | {"logits": logits})
+def ending(weights: Weights, state: State, end: str, last: Tensor, logits: Tensor) -> list[Bound]:
+    """The end of a step alone, for the first rows of `state`, from a hidden state for each."""
+    named = weights.tensors | _rows_of(state, len(last))
+    named |= {"last": last, "ln_f.out": torch.empty_like(last), "logits": logits}
+    return on_memory(_ending(weights, len(last), end, "last", normal=False), named)
 
 
 def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:

@@ -10,8 +10,10 @@ executor keeps a generator.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +51,13 @@ class Needs:
     candidates: int  # how many of the likeliest tokens top-k and top-p may have to look at; 0 if no row uses either
     min_p: bool
     logprobs: int | None
+
+    @property
+    def end(self) -> str:
+        """What a step has to end with, as `schedule.decode_step` has it."""
+        if self.logprobs is not None:
+            return "logits"
+        return "drawn" if self.penalty or self.random or self.min_length else "likeliest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,8 @@ class State:
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
         self.needs = Needs(False, False, False, 0, False, None)
+        #: What executors have bound to this memory, under keys of their own; it goes when the state goes.
+        self.kept: dict[Hashable, Any] = {}
 
     def fits(self, rows: int, capacity: int) -> bool:
         """Whether a batch of this size can be begun here."""

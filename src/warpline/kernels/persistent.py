@@ -25,6 +25,8 @@ UNIT = 8
 TILE_BYTES = 16 * THREADS_PER_WARP
 #: The products of a layer, in the order of the tape, and the LM head.
 STAGES = ("qkv", "out", "fc", "proj", "head")
+#: Exchanges that filters may take to choose a token, at most; nearly always there are three.
+CHOICE_TURNS = 64
 #: Moments that a launch can stamp, per layer and per token.
 LAYER_STAMPS = (
     "ln_1: rows gathered, normalised",
@@ -55,6 +57,10 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("limit", "const long long*"),
     ("min_length", "const long long*"),
     ("temperature", "const float*"),
+    ("top_k", "const long long*"),
+    ("top_p", "const float*"),
+    ("min_p", "const float*"),
+    ("penalty", "const float*"),
     ("noise", "const int*"),
     ("stops_at_eos", "const bool*"),
     ("done", "bool*"),
@@ -102,6 +108,7 @@ class Extents:
     blocks: int  # one to a multiprocessor
     arch: str
     logits: bool = False  # leave logits behind instead of choosing tokens
+    filters: bool = False  # know top-k, top-p, min-p and a repetition penalty
     observed: bool = False  # keep what blocks exchange, layer by layer
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best
@@ -267,8 +274,9 @@ class DecodeProgram:
             "BLOCKS": e.blocks,
             "SPLITS": e.splits,
             "SPAN": e.span,
-            **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES[:-1]},
+            **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
+            "CHOICE_TURNS": CHOICE_TURNS,
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }
         return "\n".join(
@@ -278,7 +286,10 @@ class DecodeProgram:
                 "struct Model {",
                 f"    using T = {CUDA_TYPES[e.dtype]};",
                 *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
-                f"    static constexpr bool LOGITS = {str(e.logits).lower()}, OBSERVED = {str(e.observed).lower()};",
+                *(
+                    f"    static constexpr bool {name.upper()} = {str(getattr(e, name)).lower()};"
+                    for name in ("logits", "filters", "observed")
+                ),
                 "    struct Arguments {",
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
                 "    };",
@@ -344,7 +355,8 @@ class DecodeKernel:
 
     def launch(self, count: int, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
         """Enqueue up to `count` tokens."""
-        turns = count * (self.program.extents.layers + 1)
+        extents = self.program.extents
+        turns = count * (extents.layers + (CHOICE_TURNS if extents.filters else 1))
         if self._tag + turns >= 2**31:
             self.words.zero_()
             self._tag = 1

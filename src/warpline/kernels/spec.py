@@ -80,7 +80,7 @@ class Buffer:
     #: it counts, otherwise any value.
     role: str = "input"
     holds: Values = STORAGE
-    #: The dimension whose extent says how many of its rows are read, if not all are.
+    #: The dimensions whose extents say how many of its rows are read, if not all are.
     gathered_by: str | None = None
     #: Four dimensions, of which all but the last may be strided: the device gets a View instead of a pointer.
     strided: bool = False
@@ -97,7 +97,8 @@ class Buffer:
         """What a kernel moves of it: everything once, or the rows it gathers."""
         extents = list(self.shape(dims))
         if self.gathered_by is not None:
-            extents[0] = min(extents[0], dims[self.gathered_by])  # a row asked for twice need not move twice
+            wanted = math.prod(dims[name] for name in self.gathered_by.split())
+            extents[0] = min(extents[0], wanted)  # a row asked for twice need not move twice
         return math.prod(extents) * ELEMENT_BYTES[self.element(dtype)]
 
     def declaration(self, dtype: str, *, overlapping: bool) -> str:

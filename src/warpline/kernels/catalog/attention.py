@@ -133,6 +133,8 @@ FLASH_ATTENTION = KernelSpec(
         views("k", "batch heads keys depth"),
         views("v", "batch heads keys depth"),
         reads("length", "batch", count_of("keys")),
+        Absent("cache_k", "{}"),
+        Absent("cache_v", "{}"),
         writes("y", "batch queries heads depth"),
         Scalar("batch"),
         Scalar("heads"),
@@ -163,6 +165,60 @@ FLASH_ATTENTION = KernelSpec(
         *(_prefill(1, 12, queries) for queries in (64, 128, 256, 512, 1024)),
         _prefill(16, 12, 1024),
         _prefill(16, 12, 1024, window=256),
+    ),
+)
+
+
+def _prompt(
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
+) -> tuple[Tensor, ...]:
+    cache_k, cache_v, tokens = cache_k.clone(), cache_v.clone(), k.shape[2]
+    cache_k[:, :, :tokens], cache_v[:, :, :tokens] = k, v
+    return *_attention(q, k, v, length, window, scale), cache_k, cache_v
+
+
+def _cached_prompt(batch: int, heads: int, queries: int, slots: int, depth: int = 64, window: int = 0) -> Dims:
+    dims = {"batch": batch, "heads": heads, "queries": queries, "slots": slots, "depth": depth}
+    return dims | ({"window": window} if window else {})
+
+
+PROMPT_ATTENTION = KernelSpec(
+    name="prompt_attention",
+    summary="the same of whole prompts, with their keys and values put into the KV cache on the way",
+    header="ops/flash_attention.cuh",
+    function="flash_attention",
+    arguments=(
+        views("q", "batch heads queries depth"),
+        views("k", "batch heads queries depth"),
+        views("v", "batch heads queries depth"),
+        reads("length", "batch", count_of("queries")),
+        updates("cache_k", "batch heads slots depth", strided=True),
+        updates("cache_v", "batch heads slots depth", strided=True),
+        writes("y", "batch queries heads depth"),
+        Scalar("batch"),
+        Scalar("heads"),
+        Scalar("queries"),
+        Absent("keys", "queries"),
+        Scalar("window", 0),
+        Scalar("scale", lambda dims: dims["depth"] ** -0.5),
+    ),
+    constants=("depth",),
+    tunables=FLASH_ATTENTION.tunables,
+    default=_flash_defaults,
+    allows=_flash_allows,
+    launch=_flash_launch,
+    flops=lambda dims: 4 * dims["batch"] * dims["heads"] * dims["depth"] * _pairs({**dims, "keys": dims["queries"]}),
+    reference=_prompt,
+    test_dims=(
+        *(_cached_prompt(batch, 3, 33, 40) for batch in range(1, 10)),
+        *(_cached_prompt(2, 2, queries, 1024) for queries in (1, 2, 65, 1023, 1024)),
+        *(_cached_prompt(2, 2, 7, 9, depth) for depth in (1, 3, 16, 24, 63, 80)),
+        _cached_prompt(2, 2, 200, 256, window=65),
+    ),
+    bench_dims=(
+        _cached_prompt(1, 12, 128, 128),
+        _cached_prompt(1, 12, 1024, 1024),
+        _cached_prompt(16, 12, 1024, 1024),
     ),
 )
 
@@ -267,48 +323,4 @@ APPEND_ATTENTION = _decode_op(
     "append_attention",
     "the same, with the new key and value put into the cache on the way",
     appends=True,
-)
-
-
-def _fill(new_k: Tensor, new_v: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    k, v, rows = k.clone(), v.clone(), new_k.shape[2]
-    k[:, :, :rows], v[:, :, :rows] = new_k, new_v
-    return k, v
-
-
-def _prompt(batch: int, heads: int, rows: int, slots: int, depth: int = 64) -> Dims:
-    return {"batch": batch, "heads": heads, "rows": rows, "slots": slots, "depth": depth}
-
-
-def _fill_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    width = next(w for w in (16, 8, 4, 2) if dims["depth"] * DTYPE_BYTES[dtype] % w == 0 and w >= DTYPE_BYTES[dtype])
-    threads = dims["batch"] * dims["heads"] * dims["rows"] * dims["depth"] * DTYPE_BYTES[dtype] // width
-    return Launch(-(-threads // tunables["block"]), tunables["block"])
-
-
-FILL_CACHE = KernelSpec(
-    name="fill_cache",
-    summary="keys and values of prompts into the KV cache",
-    header="ops/fill_cache.cuh",
-    arguments=(
-        views("new_k", "batch heads rows depth"),
-        views("new_v", "batch heads rows depth"),
-        updates("k", "batch heads slots depth", strided=True),
-        updates("v", "batch heads slots depth", strided=True),
-        Scalar("batch"),
-        Scalar("heads"),
-        Scalar("rows"),
-    ),
-    constants=("depth",),
-    tunables={"block": (256, 128)},
-    default=lambda _dims, _dtype, _arch: {"block": 256},
-    launch=_fill_launch,
-    flops=lambda dims: 2 * dims["batch"] * dims["heads"] * dims["rows"] * dims["depth"],
-    reference=_fill,
-    test_dims=(
-        *(_prompt(batch, 3, 33, 40) for batch in range(1, 10)),
-        *(_prompt(2, 2, rows, 1024) for rows in (1, 2, 65, 1023, 1024)),
-        *(_prompt(2, 2, 7, 9, depth) for depth in (1, 3, 16, 24, 63, 80)),
-    ),
-    bench_dims=(_prompt(1, 12, 128, 128), _prompt(1, 12, 1024, 1024), _prompt(16, 12, 1024, 1024)),
 )

@@ -67,6 +67,17 @@ def _newest(tokens: Tensor, length: Tensor, wte: Tensor, wpe: Tensor) -> tuple[T
     return _embedding(tokens.gather(1, length[:, None] - 1)[:, 0], length - 1, wte, wpe)
 
 
+def _prompts(tokens: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
+    return (wte[tokens[:, : len(wpe)]] + wpe,)
+
+
+def _last(x: Tensor, residual: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+    import torch
+
+    at = torch.arange(len(x), device=x.device), count - 1
+    return (x[at] + residual[at],)
+
+
 def _embedding(ids: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
     return (wte[ids] + wpe[positions],)
 
@@ -97,6 +108,10 @@ def _flat_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
 def _one_row_per_group(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     rows_per_block = tunables["block"] // (tunables["row_warps"] * THREADS_PER_WARP)
     return Launch(-(-dims["rows"] // rows_per_block), tunables["block"])
+
+
+def _prompt_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+    return _one_row_per_group({"rows": dims["sequences"] * dims["length"]}, tunables, dtype)
 
 
 def _flat(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
@@ -250,4 +265,51 @@ NEWEST_EMBEDDING = _row_op(
     default=_embedding_defaults,
     test_dims=_tests(1600, vocab=50, places=33, capacity=40),
     bench_dims=_bench(768, vocab=50257, places=1024, capacity=1024),
+)
+
+PROMPT_EMBEDDING = _row_op(
+    name="prompt_embedding",
+    summary="token plus position embedding of prompts, each from its beginning",
+    header="ops/embedding.cuh",
+    arguments=(
+        reads("tokens", "sequences capacity", index_into("vocab")),
+        reads("wte", "vocab columns", gathered_by="sequences length"),
+        reads("wpe", "length columns"),
+        writes("y", "sequences length columns"),
+        Scalar("sequences"),
+        Scalar("length"),
+        Scalar("capacity"),
+    ),
+    flops=lambda dims: dims["sequences"] * dims["length"] * dims["columns"],
+    reference=_prompts,
+    default=_embedding_defaults,
+    launch=_prompt_launch,
+    test_dims=tuple(
+        {"sequences": sequences, "capacity": 40, "vocab": 50, "columns": columns, "length": length}
+        for sequences, length, columns in (
+            (1, 1, 768), (2, 40, 768), (9, 33, 768), (3, 7, 1), (5, 8, 63), (2, 39, 1600), (64, 3, 129),
+        )
+    ),
+    bench_dims=tuple(
+        {"sequences": sequences, "capacity": 1024, "vocab": 50257, "columns": 768, "length": length}
+        for sequences, length in ((1, 128), (1, 1024), (16, 1024))
+    ),
+)  # fmt: skip
+
+LAST_RESIDUAL = _row_op(
+    name="last_residual",
+    summary="residual addition at the last position of each sequence",
+    header="ops/last_residual.cuh",
+    arguments=(
+        reads("x", "rows length columns"),
+        reads("residual", "rows length columns"),
+        reads("count", "rows", count_of("length")),
+        writes("y", "rows columns"),
+        Scalar("rows"),
+        Scalar("length"),
+    ),
+    flops=lambda dims: dims["rows"] * dims["columns"],
+    reference=_last,
+    test_dims=_tests(1600, length=9),
+    bench_dims=({"rows": 1, "length": 128, "columns": 768}, {"rows": 16, "length": 1024, "columns": 768}),
 )

@@ -327,13 +327,30 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
     }
 }
 
+// Where there is a cache, the keys and values at the positions of a block's queries go into it: each is some block's.
 template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int STAGES>
-__device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
-                                                int heads, int queries, int keys, int window, float scale) {
+__device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
+                                                View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
+                                                float scale) {
     if constexpr (sizeof(T) == 4) {
         flash_plain<DEPTH, QUERIES, KEYS, WARPS>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
     } else {
         flash_tensor<T, DEPTH, QUERIES, KEYS, WARPS, STAGES>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
+    }
+    if (cache_k.data == nullptr) return;
+    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+    using Pack = Vec<T, WIDTH>;
+    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
+    const auto move = [&](const View<T>& from, const View<T>& to, int row, int at) {
+        auto* target = const_cast<T*>(to.rows(span.sequence, span.head) + row * to.row);
+        reinterpret_cast<Pack*>(target)[at] = reinterpret_cast<const Pack*>(from.rows(span.sequence, span.head) + row * from.row)[at];
+    };
+#pragma unroll 4
+    for (int i = threadIdx.x; i < QUERIES * VECTORS; i += WARPS * WARP) {
+        const int row = span.first_query + i / VECTORS, at = i % VECTORS;
+        if (row >= queries) break;
+        move(k, cache_k, row, at);
+        move(v, cache_v, row, at);
     }
 }
 

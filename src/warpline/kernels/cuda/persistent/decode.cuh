@@ -11,80 +11,28 @@
 // Traffic per token: every weight once, keys and values of the context once, and for each of the five exchanges of a layer
 // a row to every block, through L2.
 #pragma once
-#include "ops/sample.cuh"
-#include "persistent/layers.cuh"
+#include "persistent/choice.cuh"
 
 namespace warpline {
 
 template <typename M>
-class Decode : Layers<M> {
+class Decode : Choice<M> {
     using Place = Layout<M>;
     using Layer = Layers<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
-    using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::CANDIDATES_AT;
+    using Ending = Choice<M>;
+    using Place::ROWS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
+    using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
     using typename Place::T, typename Place::TileOf, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
     using Layer::stamp, Layer::words_before, Layer::vectors, Layer::ask_for_rows, Layer::normalise, Layer::set_part;
     using Layer::run_layer;
+    using Ending::head, Ending::agree, Ending::choose, Ending::first_output;
 
    public:
     using Place::WORDS;
 
    private:
-    using Layer::Layer;
-
-    // The LM head: whole units to a warp. f(output, row, sum, which of the lane's results).
-    template <typename F>
-    __device__ __forceinline__ void head(F f) {
-        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
-        const int warp = thread_index() / WARP;
-        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
-        for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {
-            TileOf sums;
-            for (int tile = 0; tile < TILES; tile += AT_ONCE) {
-                Bits held[AT_ONCE];
-                tape.take(held, TILES - tile);
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
-                }
-            }
-            float result[TileOf::RESULTS];
-            sums.finish(result);
-            TileOf::results(thread_index(), [&](int i, int relative, int row) {
-                const int output = (desk.plan.first[HEAD] + unit) * TILE_OUTPUTS + relative;
-                if (unit < desk.plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
-            });
-        }
-    }
-
-    // All blocks learn each row's best candidate.
-    __device__ __forceinline__ void agree(int turn) {
-        Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * 2);
-        sync_threads<THREADS>();
-        if (thread_index() < ROWS) {
-            const unsigned long long best = desk.best[thread_index()];
-            Word* own = candidates + (blockIdx.x * ROWS + thread_index()) * 2;
-            post(own, static_cast<unsigned>(best), tag);
-            post(own + 1, static_cast<unsigned>(best >> 32), tag);
-        }
-        sync_threads<THREADS>();
-        // Candidates of a row are ROWS apart, and so are the threads that get them.
-        static_assert(WARP % ROWS == 0);
-        unsigned long long best = 0;
-        const int thread = thread_index();
-        gather<ceil_div(M::BLOCKS * ROWS, THREADS), 4>([&](int i) {
-            // A thread without one of its own takes one of the same row again.
-            const int at = thread + i * THREADS, last = (M::BLOCKS - 1) * ROWS + thread % ROWS;
-            return candidates + 2 * min(at, last);
-        }).finish(tag, desk.dog, [&](int, const Pair& pair) {
-            best = max(best, static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0));
-        });
-#pragma unroll
-        for (int other = WARP / 2; other >= ROWS; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
-        if (thread % WARP < ROWS) atomicMax(desk.best + thread % ROWS, best);
-        sync_threads<THREADS>();
-    }
+    using Ending::Ending;
 
     // What stays as it is for the whole launch.
     __device__ __forceinline__ void look_up_rows() {
@@ -101,9 +49,16 @@ class Decode : Layers<M> {
                 r.stops = a.stops_at_eos[row];
                 r.active = !a.done[row];
                 r.coolness = a.temperature[row] > 0.f ? 1.f / a.temperature[row] : 0.f;
+                if constexpr (M::FILTERS) {
+                    r.most = static_cast<int>(a.top_k[row]);
+                    r.mass = a.top_p[row];
+                    r.floor = logf(a.min_p[row]);
+                    r.punishment = a.penalty[row];
+                }
             }
         }
         sync_threads<THREADS>();
+        if constexpr (M::FILTERS) this->forget_seen();
     }
 
     // What follows from the rows' lengths; every block comes to the same.
@@ -140,13 +95,14 @@ class Decode : Layers<M> {
             const unsigned long long best = desk.best[row];
             r.token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
             if (r.length < r.known) r.token = static_cast<int>(a.tokens[row * a.capacity + r.length]);
+            if constexpr (M::FILTERS) this->see(row, r.token);
             r.length += 1;
             r.active = !(r.token == a.eos && r.stops) && r.length < r.limit;
             if (blockIdx.x == 0) {
                 a.tokens[row * a.capacity + r.length - 1] = r.token;
                 a.length[row] = r.length;
                 if (!r.active) a.done[row] = true;
-                if (!isfinite(value_of(best))) a.broken[row] = true;
+                if (!isfinite(value_of(best)) || r.odd) a.broken[row] = true;
             }
         }
         sync_threads<THREADS>();
@@ -192,6 +148,11 @@ class Decode : Layers<M> {
             head([&](int output, int row, float value, int) {
                 if (row < a.batch) a.logits[static_cast<long long>(row) * M::VOCAB + output] = value;
             });
+        } else if constexpr (M::FILTERS) {
+            head([&](int output, int row, float value, int) { desk.scores[row * SCORES + output - first_output()] = value; });
+            stamp();
+            choose();
+            append();
         } else {
             unsigned long long mine[TileOf::RESULTS] = {};
             head([&](int output, int row, float value, int i) {

@@ -37,12 +37,22 @@ struct Layout {
     static constexpr int PITCH = ceil_div(WARPS * most(SLAB, INNER_SLAB), 64) * 64 + 32;  // neighbouring rows on different banks
     static constexpr int SUMS = TILE_OUTPUTS * ROWS * WARPS;  // of a unit
 
+    // Filters: outputs of the LM head that are this block's, words of a bit for each, and how many digits a search has.
+    static constexpr int SCORES = M::HEAD_UNITS * TILE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
+
     struct Row {
         int length, token;              // so far, and the last of it
         int known, limit, least;        // lengths: up to which tokens are given, at which it ends, before which it may not
         int banned, key;                // the token that must not come next, and the key of its noise
         float coolness;                 // 1 / temperature; 0 for the likeliest token
-        bool stops, active;             // whether the end of text ends it; whether it goes on
+        float mass, floor, punishment;  // top-p, the logarithm of min-p, the repetition penalty
+        int most;                       // top-k
+        float largest;                  // of its scores
+        unsigned line, span, distance;  // below it: which distance is too far, was so for top-k, and that of the candidate
+        unsigned prefix;                // of the search for the k-th: its first digits, the bits behind them,
+        int shift, wanted;              // and how many scores it still wants
+        bool stops, active, odd;        // whether the end of text ends it; whether it goes on; whether a score is no number
+        bool searched, drawn;           // whether the search goes on; whether it has its token
     };
 
     struct alignas(16) Desk {
@@ -55,6 +65,9 @@ struct Layout {
         T bias[M::LAYERS * BIASES];
         BlockPlan plan;
         unsigned long long best[ROWS];
+        float scores[M::FILTERS ? ROWS * SCORES : 1];
+        unsigned seen[M::FILTERS ? ROWS * SEEN : 1];
+        int counts[M::FILTERS ? ROWS * DIGITS : 1];
         Row rows[ROWS];
         bool goes_on;
         int splits, parts;  // of a context; of contexts, for this block to attend to
@@ -77,9 +90,11 @@ struct Layout {
     static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
     static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::SPLITS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
     static constexpr int END_AT = FC_AT + ROWS * INNER / PER, TURN = END_AT + ROWS * WIDTH;
-    static constexpr int CANDIDATES_AT = (M::OBSERVED ? M::LAYERS : 2) * TURN;  // as many turns as are kept, then [2][block][row][2]
-
-    static constexpr int WORDS = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * 2;
+    static constexpr int CANDIDATE = M::FILTERS ? 4 : 2;
+    static constexpr int CANDIDATES_AT = (M::OBSERVED ? M::LAYERS : 2) * TURN;  // as many turns as are kept, then [2][block][row][CANDIDATE]
+    static constexpr int SUMS_AT = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * CANDIDATE;  // [block][row][2]
+    static constexpr int DIGITS_AT = SUMS_AT + M::BLOCKS * ROWS * 2;                  // [2][block][row][digit]
+    static constexpr int WORDS = M::FILTERS ? DIGITS_AT + 2 * M::BLOCKS * ROWS * DIGITS : SUMS_AT;
 };
 
 }  // namespace warpline

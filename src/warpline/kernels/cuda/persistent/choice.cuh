@@ -1,0 +1,343 @@
+// The end of a token in the persistent decode kernel: LM head, and the choice that all blocks agree on.
+//
+// Without filters a token is the largest score (plus noise), so each block posts its best and one exchange decides. With
+// filters (M::FILTERS) scores stay with the block that computed them, a few hundred in shared memory, and all blocks find
+// out together how far below the largest a score may lie:
+//   top-k  digit by digit: every block counts how many of its scores have which next digit of their distance
+//   top-p  a token is drawn as if there were no top-p; if too much lies above it, it and all below are out of the question
+//          and another is drawn from what is left. Nearly always the first one stays, and whatever stays is what a draw from
+//          the filtered scores would have been, because that is the largest of fewer
+// Every exchange is one trip through L2, and sums are added in one order. Counting scores into bins in global memory took
+// 25 us for top-p and 35 for top-k; ops/sample.cuh, with one block, takes about as long and a launch.
+#pragma once
+#include "ops/sample.cuh"
+#include "persistent/layers.cuh"
+
+namespace warpline {
+
+template <typename M>
+class Choice : protected Layers<M> {
+   protected:
+    using Place = Layout<M>;
+    using Layer = Layers<M>;
+    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::PITCH, Place::SCORES, Place::SEEN;
+    using Place::CANDIDATE, Place::CANDIDATES_AT, Place::SUMS_AT, Place::DIGITS_AT, Place::DIGITS;
+    using typename Place::TileOf, typename Place::Row, typename Place::T;
+    using Layer::a, Layer::desk, Layer::tape, Layer::tag;
+    using Layer::Layer;
+
+    // The LM head: whole units to a warp. f(output, row, sum, which of the lane's results).
+    template <typename F>
+    __device__ __forceinline__ void head(F f) {
+        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
+        const int warp = thread_index() / WARP;
+        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
+        for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {
+            TileOf sums;
+            for (int tile = 0; tile < TILES; tile += AT_ONCE) {
+                Bits held[AT_ONCE];
+                tape.take(held, TILES - tile);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
+                }
+            }
+            float result[TileOf::RESULTS];
+            sums.finish(result);
+            TileOf::results(thread_index(), [&](int i, int relative, int row) {
+                const int output = first_output() + unit * TILE_OUTPUTS + relative;
+                if (unit < desk.plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
+            });
+        }
+    }
+
+    __device__ __forceinline__ int first_output() const { return desk.plan.first[HEAD] * TILE_OUTPUTS; }
+
+    // All blocks learn each row's best candidate, which desk.best has of their own, and with filters how far it is below the
+    // largest. Two places take turns.
+    __device__ __forceinline__ void agree(int turn) {
+        Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * CANDIDATE);
+        sync_threads<THREADS>();
+        if (thread_index() < ROWS) {
+            const unsigned long long best = desk.best[thread_index()];
+            Word* own = candidates + (blockIdx.x * ROWS + thread_index()) * CANDIDATE;
+            post(own, static_cast<unsigned>(best), tag);
+            post(own + 1, static_cast<unsigned>(best >> 32), tag);
+            if constexpr (M::FILTERS) {
+                post(own + 2, desk.rows[thread_index()].distance, tag);
+                post(own + 3, 0, tag);
+            }
+        }
+        sync_threads<THREADS>();
+        // Candidates of a row are ROWS apart, and so are the threads that get them.
+        static_assert(WARP % ROWS == 0);
+        constexpr int PAIRS = CANDIDATE / 2, EACH = ceil_div(M::BLOCKS * ROWS, THREADS);
+        unsigned long long best = 0, found = 0;
+        unsigned distance = 0;
+        const int thread = thread_index();
+        gather<EACH * PAIRS, 4>([&](int i) {
+            // A thread without one of its own takes one of the same row again.
+            const int at = thread + i / PAIRS * THREADS, last = (M::BLOCKS - 1) * ROWS + thread % ROWS;
+            return candidates + CANDIDATE * min(at, last) + i % PAIRS * 2;
+        }).finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            if (i % PAIRS == 0) {
+                found = static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0);
+                best = max(best, found);
+            } else if (found == best) {
+                distance = pair.payload(0);
+            }
+        });
+        const unsigned long long own = best;
+#pragma unroll
+        for (int other = WARP / 2; other >= ROWS; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
+        if (thread % WARP < ROWS) atomicMax(desk.best + thread % ROWS, best);
+        sync_threads<THREADS>();
+        if constexpr (M::FILTERS) {
+            if (own == desk.best[thread % ROWS]) desk.rows[thread % ROWS].distance = distance;  // all who have it say the same
+            sync_threads<THREADS>();
+        }
+    }
+
+    // --- filters ---
+
+    // The block's own outputs that a row has had: from the host's list at first, then one by one.
+    __device__ __forceinline__ void forget_seen() {
+        for (int i = thread_index(); i < ROWS * SEEN; i += THREADS) desk.seen[i] = 0;
+        sync_threads<THREADS>();
+        for (int row = 0; row < a.batch; ++row) {
+            if (desk.rows[row].punishment == 1.f) continue;
+            for (int i = thread_index(); i < desk.rows[row].length; i += THREADS) see(row, static_cast<int>(a.tokens[row * a.capacity + i]));
+        }
+        sync_threads<THREADS>();
+    }
+    __device__ __forceinline__ void see(int row, int token) {
+        const int own = token - first_output();
+        if (own >= 0 && own < SCORES) atomicOr(&desk.seen[row * SEEN + own / 32], 1u << own % 32);
+    }
+
+    // How far a score is below the largest, in steps of 2^-26; what is 64 below or more is as far as anything.
+    static constexpr unsigned NOTHING = 0xffffffffu;  // is so far
+    static __device__ __forceinline__ unsigned distance_of(float largest, float score) {
+        return static_cast<unsigned>(fminf((largest - score) * 0x1p26f, 4294967040.f));
+    }
+
+    // f(which of the block's outputs, score) for every output of a row that is possible; a thread always has the same.
+    template <typename F>
+    __device__ __forceinline__ void each_score(int row, F f) {
+        const int count = min(desk.plan.units[HEAD] * TILE_OUTPUTS, M::VOCAB - first_output()), banned = desk.rows[row].banned;
+        for (int own = thread_index(); own < count; own += THREADS) {
+            if (first_output() + own != banned) f(own, desk.scores[row * SCORES + own]);
+        }
+    }
+
+    // The best of what f(which, score) makes of a row's scores joins desk.best.
+    template <typename F>
+    __device__ __forceinline__ void take_best(int row, F f) {
+        unsigned long long best = 0;
+        each_score(row, [&](int own, float score) { best = max(best, f(own, score)); });
+        __syncwarp();
+#pragma unroll
+        for (int other = WARP / 2; other > 0; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
+        if (thread_index() % WARP == 0) atomicMax(desk.best + row, best);
+    }
+
+    // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. Added in one order; the
+    // sums of desk.sums[2 * row] and of the next are the totals.
+    template <typename F>
+    __device__ __forceinline__ void exchange_sums(F f) {
+        Word* sums = a.words + SUMS_AT;
+        const int thread = thread_index(), warp = thread / WARP;
+        for (int row = 0; row < ROWS; ++row) {
+            if (desk.rows[row].drawn) continue;
+            float own[2] = {};
+            each_score(row, [&](int, float score) { f(row, score, own); });
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 2; ++i) own[i] = warp_reduce(own[i], [](float x, float y) { return x + y; });
+            if (thread % WARP < 2) desk.sums[2 * row + thread % WARP][warp] = thread % WARP == 0 ? own[0] : own[1];
+        }
+        sync_threads<THREADS>();
+        if (thread < 2 * ROWS) post(sums + blockIdx.x * (2 * ROWS) + thread, __float_as_uint(sum_of<WARPS>(desk.sums[thread])), tag);
+        float total[2] = {};
+        gather<ceil_div(M::BLOCKS * ROWS, THREADS), 4>([&](int i) {
+            return sums + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * ROWS + thread % ROWS);
+        }).finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            if (thread + i * THREADS >= M::BLOCKS * ROWS) return;
+            total[0] += __uint_as_float(pair.payload(0));
+            total[1] += __uint_as_float(pair.payload(1));
+        });
+#pragma unroll
+        for (int other = WARP / 2; other >= ROWS; other /= 2) {
+            total[0] += __shfl_xor_sync(0xffffffffu, total[0], other);
+            total[1] += __shfl_xor_sync(0xffffffffu, total[1], other);
+        }
+        sync_threads<THREADS>();  // the block's own sums have been read
+        if (thread % WARP < ROWS) {
+            desk.sums[2 * (thread % WARP)][warp] = total[0];
+            desk.sums[2 * (thread % WARP) + 1][warp] = total[1];
+        }
+        sync_threads<THREADS>();
+    }
+
+    // The next digit of a row's k-th distance, of which all digits have been counted; a warp does it.
+    static constexpr int BITS = DIGITS == 32 ? 5 : 3;
+    __device__ __forceinline__ void take_digit(int row, int shift) {
+        static_assert(ROWS <= WARPS && 1 << BITS == DIGITS);
+        const int lane = thread_index() % WARP, wanted = desk.rows[row].wanted;
+        const int count = lane < DIGITS ? desk.counts[row * DIGITS + lane] : 0;
+        int upto = count;
+#pragma unroll
+        for (int other = 1; other < DIGITS; other *= 2) {
+            const int more = __shfl_up_sync(0xffffffffu, upto, other);
+            if (lane >= other) upto += more;
+        }
+        const unsigned enough = __ballot_sync(0xffffffffu, upto >= wanted && lane < DIGITS);
+        if (lane != (enough ? __ffs(enough) - 1 : DIGITS - 1)) return;
+        Row& r = desk.rows[row];
+        // The last digit overlaps with the one before it.
+        r.prefix = (shift == 0 ? r.prefix >> (BITS - r.shift) << BITS : r.prefix << BITS) | lane;
+        r.shift = shift;
+        r.wanted = wanted - (upto - count);
+        // Everything with this digit stays: that is right if it is just as many, or if no digit is left.
+        if (shift == 0 || count == r.wanted) {
+            const unsigned long long end = (static_cast<unsigned long long>(r.prefix) + 1) << shift;
+            r.line = r.span = static_cast<unsigned>(min(end, static_cast<unsigned long long>(NOTHING)));
+            r.searched = false;
+        }
+    }
+
+    // Top-k keeps what fewer than k scores exceed: the digits of the last distance that stays, until one leaves exactly k.
+    __device__ __forceinline__ void count_nearest() {
+        constexpr int PER_BLOCK = ROWS * DIGITS / 2;
+        static_assert(THREADS % PER_BLOCK == 0 && (PER_BLOCK % WARP == 0 || WARP % PER_BLOCK == 0));
+        const int thread = thread_index();
+        if (thread < ROWS) {
+            Row& r = desk.rows[thread];
+            r.searched = r.active && r.coolness > 0.f && r.most < M::VOCAB && !r.odd;
+            r.prefix = 0;
+            r.shift = 32;
+            r.wanted = r.most;
+        }
+#pragma unroll 1
+        for (int shift = 32 - BITS, round = 0;; shift = max(0, shift - BITS), ++round) {
+            Word* digits = a.words + DIGITS_AT + round % 2 * (M::BLOCKS * ROWS * DIGITS);
+            for (int i = thread; i < ROWS * DIGITS; i += THREADS) desk.counts[i] = 0;
+            sync_threads<THREADS>();
+            bool searching = false;
+            for (int row = 0; row < ROWS; ++row) {
+                const Row& r = desk.rows[row];
+                searching |= r.searched;
+                if (!r.searched) continue;
+                each_score(row, [&](int, float score) {
+                    // What is known of the distance is above `shift`; in the last round some of the digit is known as well.
+                    const unsigned distance = distance_of(r.largest, score);
+                    if (r.shift < 32 && distance >> r.shift != r.prefix) return;
+                    atomicAdd(&desk.counts[row * DIGITS + (distance >> shift) % DIGITS], 1);
+                });
+            }
+            if (!searching) return;
+            sync_threads<THREADS>();
+            for (int i = thread; i < ROWS * DIGITS; i += THREADS) post(digits + blockIdx.x * (ROWS * DIGITS) + i, desk.counts[i], tag);
+            int sum[2] = {};
+            gather<ceil_div(M::BLOCKS * PER_BLOCK, THREADS), 8>([&](int i) {
+                return digits + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * PER_BLOCK + thread % PER_BLOCK);
+            }).finish(tag, desk.dog, [&](int i, const Pair& pair) {
+                if (thread + i * THREADS >= M::BLOCKS * PER_BLOCK) return;
+                sum[0] += pair.payload(0);
+                sum[1] += pair.payload(1);
+            });
+            sync_threads<THREADS>();  // the block's own counts have been posted
+            for (int i = thread; i < ROWS * DIGITS; i += THREADS) desk.counts[i] = 0;
+            sync_threads<THREADS>();
+            atomicAdd(&desk.counts[2 * (thread % PER_BLOCK)], sum[0]);
+            atomicAdd(&desk.counts[2 * (thread % PER_BLOCK) + 1], sum[1]);
+            sync_threads<THREADS>();
+            if (thread / WARP < ROWS && desk.rows[thread / WARP].searched) take_digit(thread / WARP, shift);
+            ++tag;
+            sync_threads<THREADS>();
+        }
+    }
+
+    // From the logits in desk.scores to the token of every row, in desk.best.
+    __device__ __forceinline__ void choose() {
+        const unsigned first = tag;
+        sync_threads<THREADS>();  // the logits are there
+        for (int row = 0; row < ROWS; ++row) {
+            const Row& r = desk.rows[row];
+            take_best(row, [&](int own, float score) {
+                if (desk.seen[row * SEEN + own / 32] >> own % 32 & 1) score *= score > 0.f ? 1.f / r.punishment : r.punishment;
+                if (r.coolness > 0.f) score *= r.coolness;
+                desk.scores[row * SCORES + own] = score;
+                return candidate(score, first_output() + own);
+            });
+        }
+        agree(0);
+        ++tag;
+        bool draws = false, counts = false;
+        for (int row = 0; row < ROWS; ++row) {
+            draws |= desk.rows[row].coolness > 0.f;
+            counts |= desk.rows[row].coolness > 0.f && desk.rows[row].most < M::VOCAB;
+        }
+        if (!draws) return;
+        if (thread_index() < ROWS) {
+            Row& r = desk.rows[thread_index()];
+            r.largest = value_of(desk.best[thread_index()]);
+            r.odd = !isfinite(r.largest);
+            r.line = r.span = NOTHING;
+            r.drawn = !(r.coolness > 0.f) || !r.active || r.odd;
+        }
+        sync_threads<THREADS>();
+        if (counts) count_nearest();
+        if (thread_index() < ROWS) {
+            Row& r = desk.rows[thread_index()];
+            if (r.floor > -64.f) r.line = min(r.line, distance_of(0.f, r.floor) + 1);
+        }
+        for (int turn = 1;; ++turn) {
+            if (thread_index() < ROWS && !desk.rows[thread_index()].drawn) desk.best[thread_index()] = 0;
+            sync_threads<THREADS>();
+            draw(turn);
+            bool checks = false;
+            for (int row = 0; row < ROWS; ++row) checks |= !desk.rows[row].drawn && desk.rows[row].mass < 1.f;
+            if (!checks || tag - first > M::CHOICE_TURNS - 3) return;
+            exchange_sums([&](int row, float score, float (&sums)[2]) {
+                const Row& r = desk.rows[row];
+                const unsigned distance = distance_of(r.largest, score);
+                const float weight = exp2_approx((score - r.largest) * LOG2_E);
+                if (distance < r.distance) sums[0] += weight;
+                if (distance < r.span) sums[1] += weight;
+            });
+            ++tag;
+            if (thread_index() < ROWS && !desk.rows[thread_index()].drawn) {
+                Row& r = desk.rows[thread_index()];
+                const float above = sum_of<WARPS>(desk.sums[2 * thread_index()]), all = sum_of<WARPS>(desk.sums[2 * thread_index() + 1]);
+                r.drawn = r.distance == 0 || above < r.mass * all;
+                if (!r.drawn) r.line = r.distance;
+            }
+            sync_threads<THREADS>();
+            bool left = false;
+            for (int row = 0; row < ROWS; ++row) left |= !desk.rows[row].drawn;
+            if (!left) return;
+        }
+    }
+
+    // Of every row that has none yet a token from what is left of it.
+    __device__ __forceinline__ void draw(int turn) {
+        for (int row = 0; row < ROWS; ++row) {
+            Row& r = desk.rows[row];
+            if (r.drawn) continue;
+            take_best(row, [&](int own, float score) {
+                if (distance_of(r.largest, score) >= r.line) return 0ull;
+                return candidate(score + gumbel_noise(r.key, first_output() + own), first_output() + own);
+            });
+            sync_threads<THREADS>();
+            // Whoever has the block's best knows how far it is.
+            each_score(row, [&](int own, float score) {
+                if (first_output() + own == output_of(desk.best[row])) r.distance = distance_of(r.largest, score);
+            });
+        }
+        agree(turn);
+        ++tag;
+    }
+};
+
+}  // namespace warpline
