@@ -142,7 +142,8 @@ def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
 
 
 def _sample_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
-    return {"block": 1024 if dims["vocab"] > 4096 else 256}
+    # A row is one block's, so what is on its way at once decides.
+    return {"block": 1024, "unroll": 4} if dims["vocab"] > 4096 else {"block": 256, "unroll": 2}
 
 
 SAMPLE = KernelSpec(
@@ -167,7 +168,7 @@ SAMPLE = KernelSpec(
         Scalar("eos", 0),
     ),
     constants=("vocab",),
-    tunables={"block": (1024, 512, 256)},
+    tunables={"block": (1024, 512, 256), "unroll": (2, 4, 8)},
     default=_sample_defaults,
     launch=lambda dims, tunables, _dtype: Launch(dims["rows"], tunables["block"]),
     flops=lambda dims: 30 * dims["rows"] * dims["vocab"],

@@ -135,7 +135,7 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
     return prefix;
 }
 
-template <typename T, int VOCAB, int BLOCK>
+template <typename T, int VOCAB, int BLOCK, int UNROLL>
 __device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* noise,
                                        const float* temperature, const long long* top_k, const float* top_p,
                                        const float* min_p, const float* penalty, const long long* least, const bool* stops,
@@ -171,7 +171,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
                 at = i;
             }
         };
-#pragma unroll 2
+#pragma unroll UNROLL
         for (int i = threadIdx.x; i < VOCAB; i += BLOCK) take(value_of(i), i);
 #pragma unroll
         for (int other = WARP / 2; other > 0; other /= 2) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         const bool by_count = rule == 0;
         if (by_count ? top_k[row] >= VOCAB : top_p[row] >= 1.f) continue;
         const auto each_kept = [&](auto f) {
-#pragma unroll 2
+#pragma unroll UNROLL
             for (int i = threadIdx.x; i < VOCAB; i += BLOCK) {
                 const float v = score(i);
                 if (ordered(v) >= line) f(v);
