@@ -66,7 +66,7 @@ GELU = Ladder(
         Rung(
             name="restrict",
             spec=_scalar(name="gelu_restrict"),
-            why="__restrict__ promises that y overlaps nothing; with one element to a thread no load waits for one.",
+            why="__restrict__ promises that y overlaps nothing; with one element to a thread no load follows a store.",
         ),
         Rung(
             name="unrolled",

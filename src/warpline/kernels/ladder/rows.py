@@ -120,7 +120,7 @@ SOFTMAX = Ladder(
         Rung(
             name="registers",
             spec=_SOFTMAX,
-            why="The production kernel: the row stays in registers: one read, and one exponential to an element.",
+            why="The production kernel: the row stays in registers, with one read and one exponential to an element.",
         ),
     ),
 )

@@ -11,6 +11,8 @@ from warpline.kernels.spec import Absent, Buffer, Dims, KernelSpec, Launch, Scal
 
 #: What constant memory holds.
 CONSTANT_BYTES = 64 << 10
+#: What is said of a rung that the dimensions leave no room for.
+NOWHERE = "does not exist at this shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,8 +28,8 @@ class Rung:
     numbers: Dims = field(default_factory=dict)
 
     def dims(self, dims: Dims) -> dict[str, int]:
-        """The ladder's dimensions, and the numbers of this rung."""
-        return {**dims, **self.numbers}
+        """Given dimensions, and the numbers of this rung that they do not name."""
+        return {**self.numbers, **dims}
 
     def allows(self, dims: Dims, arch: str) -> bool:
         """Whether it exists for these dimensions."""
@@ -67,13 +69,18 @@ class Ladder:
         below = [other for other in self.rungs[: self.rungs.index(rung)] if not other.variant]
         return below[-1] if below else None
 
+    def shape_of(self, dims: Dims) -> str:
+        """Dimensions as a text."""
+        return "x".join(str(dims[name]) for name in self.axes)
+
     def sized(self, shape: str) -> dict[str, int]:
-        """Dimensions from a text such as "1024x2304x768"."""
+        """Dimensions from such a text."""
         parts = shape.lower().replace("×", "x").split("x")
         if len(parts) != len(self.axes) or not all(part.isdecimal() and int(part) > 0 for part in parts):
-            wanted = "x".join(self.axes).upper()
-            example = "x".join(str(self.dims[name]) for name in self.axes)
-            raise ConfigError(f"the shape of {self.name} is {wanted}, such as {example}, not '{shape}'")
+            wanted = "x".join(name.upper() for name in self.axes)
+            raise ConfigError(
+                f"the shape of {self.name} is {wanted}, such as {self.shape_of(self.dims)}, not '{shape}'"
+            )
         chosen = dict(zip(self.axes, map(int, parts), strict=True))
         return {name: chosen[self.tied.get(name, name)] for name in self.dims}
 
