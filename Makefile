@@ -34,7 +34,7 @@ test-gpu:
 sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \
 		PYTHONPATH=src:. compute-sanitizer --tool $$tool --report-api-errors no --kernel-regex kns=warpline \
-			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py --small -q -p no:cacheprovider; done
+			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_ladder.py --small -q -p no:cacheprovider; done
 
 # On a machine without a GPU, in less than ten minutes: all methods at the reference workload, the fastest of each kind
 # at the others. What there is no time for is named in the rows.

@@ -69,14 +69,6 @@ def test_what_the_reference_systems_tried_is_there() -> None:
         assert set(names) <= {rung.name for rung in LADDERS[ladder].rungs}
 
 
-def test_a_variant_is_no_base() -> None:
-    matmul = LADDERS["matmul"]
-    bases = {rung.name: base.name if (base := matmul.base(rung)) else None for rung in matmul.rungs}
-    assert bases["naive"] is None
-    assert bases["constant bias"] == bases["float4"] == "unrolled"
-    assert bases["tensor cores"] == "pipelined"
-
-
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 @EVERY
 def test_every_rung_compiles_without_spills(ladder: Ladder, arch: str) -> None:

@@ -35,22 +35,22 @@ def climb(ladders: Sequence[tuple[Ladder, Dims]]) -> Iterator[Row]:
         raise DeviceError("timing a ladder needs a CUDA GPU: without one it is compiled, listed and replayed (--from)")
     origin = provenance() | {"copy_gb_s": round(copy_bandwidth(), 1)}
     peaks: dict[str, float] = {}
+    arch = launch.arch_of(torch.cuda.current_device())
+    _compile(ladders, arch)
     for ladder, dims in ladders:
         for rung in ladder.rungs:
             if rung.dtype not in peaks:
                 peaks[rung.dtype] = product_rate(TORCH_TYPES[rung.dtype])
         try:
-            yield from (origin | row for row in _climb(ladder, dims, origin["copy_gb_s"], peaks))
+            yield from (origin | row for row in _climb(ladder, dims, arch, origin["copy_gb_s"], peaks))
         except torch.OutOfMemoryError:
             raise DeviceError(f"{ladder.name} needs more memory than is free here: choose a smaller --shape") from None
 
 
-def _climb(ladder: Ladder, dims: Dims, copy_gb_s: float, peaks: dict[str, float]) -> Iterator[Row]:
-    arch = launch.arch_of(torch.cuda.current_device())
+def _climb(ladder: Ladder, dims: Dims, arch: str, copy_gb_s: float, peaks: dict[str, float]) -> Iterator[Row]:
     shape = ladder.shape_of(dims)
-    _compile(ladder, dims, arch)
     sets = {dtype: _Sets(ladder, dims, dtype) for dtype in dict.fromkeys(rung.dtype for rung in ladder.rungs)}
-    times: dict[str, float] = {}
+    below: float | None = None  # of the next rung below that is there and no variant
     for rung in ladder.rungs:
         row: Row = {
             "ladder": ladder.name,
@@ -67,15 +67,14 @@ def _climb(ladder: Ladder, dims: Dims, copy_gb_s: float, peaks: dict[str, float]
             continue
         check(rung, (*ladder.odd_dims, dims), arch)
         timing = sets[rung.dtype].time(rung)
-        base = ladder.base(rung)
-        before = times.get(base.name) if base is not None else None
-        times[rung.name] = timing.median
         yield row | {
             "status": "ok",
             **_microseconds(timing),
-            "gain": None if before is None else round(before / timing.median, 4),
+            "gain": None if below is None else round(below / timing.median, 4),
             **rates(rung.spec, rung.dtype, rung.dims(dims), timing.median, copy_gb_s, peaks[rung.dtype]),
         }
+        if not rung.variant:
+            below = timing.median
     top = ladder.climb[-1].spec
     for name, do in ladder.yardsticks.items():
         for dtype, buffers in sets.items():
@@ -92,11 +91,10 @@ def check(rung: Rung, shapes: Sequence[Dims], arch: str, seed: int = 1) -> None:
             Trial(rung.spec, rung.dtype, rung.dims(dims), seed).check()
 
 
-def _compile(ladder: Ladder, dims: Dims, arch: str) -> None:
+def _compile(ladders: Sequence[tuple[Ladder, Dims]], arch: str) -> None:
     """All at once, on all cores."""
-    shapes = (*ladder.odd_dims, dims)
-    wanted = {rung.compiled_as(d, arch): None for rung in ladder.rungs for d in shapes if rung.allows(d, arch)}
-    compile_many([(variant, arch) for variant in wanted])
+    places = [(rung, d) for ladder, dims in ladders for rung in ladder.rungs for d in (*ladder.odd_dims, dims)]
+    compile_many(list({(rung.compiled_as(dims, arch), arch): None for rung, dims in places if rung.allows(dims, arch)}))
 
 
 def _microseconds(timing: Timing) -> Row:

@@ -127,7 +127,8 @@ def span(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """The table of one climb."""
     titles, *lines = columns(rows)
-    return "\n".join("| " + " | ".join(line) + " |" for line in [titles, ("---",) * len(titles), *lines])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in [titles, ("---",) * len(titles), *lines])
+    return table.replace("__", r"\_\_")  # no bold type
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def markdown(rows: Sequence[Row]) -> str:
 _COLOURS = {"rung": "#c2410c", "variant": "#e9a178", "loses": "#94a3b8", "yardstick": "#64748b"}
 _LEFT, _WIDTH, _STEP = 190, 560, 26
 _SVG_STYLE = (
-    "text { font: 13px system-ui, sans-serif; fill: #1f2937; } .grid { stroke: #8884; } "
+    "text { font: 13px system-ui, sans-serif; fill: #1f2937; } .title { font-weight: bold; } .grid { stroke: #8884; } "
     "@media (prefers-color-scheme: dark) { text { fill: #e5e7eb; } }"
 )
 
@@ -156,7 +157,7 @@ def svg(rows: Sequence[Row]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 150} {height}" role="img">',
         f"<style>{_SVG_STYLE}</style><title>{html.escape(title(rows))}</title>",
-        f'<text x="8" y="18" font-weight="bold">{html.escape(title(rows))}: {unit}</text>',
+        f'<text class="title" x="8" y="18">{html.escape(title(rows))}: {unit}</text>',
     ]
     for power in range(low, high + 1):
         x = place(10.0**power)

@@ -62,7 +62,8 @@ class Module:
         if tensor.nbytes != room:
             raise KernelError(f"{self.label}: {name} has {tensor.nbytes:,} bytes, the program holds {room:,}")
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        (status,) = driver.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, stream)
+        with torch.cuda.device(self.device):
+            (status,) = driver.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, stream)
         _check(driver, status, f"writing {name}")
 
     def require_cooperation(self, shape: Launch) -> None:

@@ -69,9 +69,7 @@ ATTENTION = Ladder(
     rungs=(
         Rung(
             name="naive",
-            spec=_lower(
-                "attention_naive", _per_thread, arguments=_with_scores(True), options=(_BLOCK,), restrict=False
-            ),
+            spec=_lower("attention_naive", _per_thread, arguments=_with_scores(True), options=(_BLOCK,)),
             why="A thread to a query, scores stored and read again as by three kernels: lanes read rows far apart.",
         ),
         Rung(

@@ -69,7 +69,7 @@ MATMUL = Ladder(
             name="constant bias",
             variant=True,
             spec=_warps(name="matmul_constant", options=(4, 4, _BLOCK), **in_constant_memory(_TOP, "bias")),
-            why="The bias in constant memory: one number of the 1,537 that an output takes comes from another cache.",
+            why="The bias in constant memory: one number of all that an output takes comes from another cache.",
         ),
         Rung(
             name="float4",

@@ -47,7 +47,7 @@ LAYERNORM = Ladder(
     rungs=(
         Rung(
             name="naive",
-            spec=_layernorm("layernorm_naive", _row_per_thread, options=(_BLOCK,), restrict=False),
+            spec=_layernorm("layernorm_naive", _row_per_thread, options=(_BLOCK,)),
             why="A thread to a row, three passes: lanes read addresses a row apart, 32 cache lines for 32 numbers.",
         ),
         Rung(
@@ -88,7 +88,7 @@ SOFTMAX = Ladder(
     rungs=(
         Rung(
             name="naive",
-            spec=_softmax("softmax_naive", _row_per_thread, options=(_BLOCK,), restrict=False),
+            spec=_softmax("softmax_naive", _row_per_thread, options=(_BLOCK,)),
             why="A thread to a row, three passes: lanes read addresses a row apart, 32 cache lines for 32 numbers.",
         ),
         Rung(

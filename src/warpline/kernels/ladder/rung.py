@@ -64,11 +64,6 @@ class Ladder:
         """The rungs without the variants."""
         return [rung for rung in self.rungs if not rung.variant]
 
-    def base(self, rung: Rung) -> Rung | None:
-        """The rung that it is compared with: the next one below that is no variant."""
-        below = [other for other in self.rungs[: self.rungs.index(rung)] if not other.variant]
-        return below[-1] if below else None
-
     def shape_of(self, dims: Dims) -> str:
         """Dimensions as a text."""
         return "x".join(str(dims[name]) for name in self.axes)
