@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu check format readme clean
+.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu ladder-gpu check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -14,6 +14,7 @@ help:
 	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
+	@echo "make ladder-gpu every rung of every ladder, into results/ (a few minutes)"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
@@ -33,7 +34,7 @@ test-gpu:
 sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \
 		PYTHONPATH=src:. compute-sanitizer --tool $$tool --report-api-errors no --kernel-regex kns=warpline \
-			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py --small -q -p no:cacheprovider; done
+			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_ladder.py --small -q -p no:cacheprovider; done
 
 # On a machine without a GPU, in less than ten minutes: all methods at the reference workload, the fastest of each kind
 # at the others. What there is no time for is named in the rows.
@@ -53,6 +54,10 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline bench reference --dtype fp16,fp32 --device cuda --save results
 	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch long coldstart memory --device cuda --save results \
 		--method $(STRONGEST_ON_GPU)
+
+# What each optimisation of a kernel buys, from naive to production.
+ladder-gpu:
+	PYTHONPATH=src $(PYTHON) -m warpline ladder all --save results
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

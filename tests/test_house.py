@@ -111,6 +111,13 @@ def test_imports_go_one_way(path: Path) -> None:
     assert imported_rooms(path) <= ALLOWED[room(path)]
 
 
+def test_only_instruments_know_the_ladders() -> None:
+    """What generates text must not depend on kernels that are there to be slow."""
+    inside = [SOURCE / "kernels" / "ladder", SOURCE / "bench", SOURCE / "cli"]
+    outside = [path for path in SOURCE.rglob("*.py") if not any(path.is_relative_to(room) for room in inside)]
+    assert not [path for path in outside if "kernels.ladder" in path.read_text()]
+
+
 def test_all_is_complete_and_works() -> None:
     for name in warpline.__all__:
         assert getattr(warpline, name) is not None

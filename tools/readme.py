@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import benchmarks
+from tools import benchmarks, ladders
 from warpline import LLM, SamplingParams
 from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
+from warpline.kernels.ladder import LADDERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -127,7 +128,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "bench losses": benchmarks.where_we_lose,
         "bench tables": benchmarks.tables,
     },
-    "docs/kernels.md": {"catalog": catalog, "kernel rows": kernel_rows, "kernel losses": kernel_losses},
+    "docs/kernels.md": {
+        "catalog": catalog,
+        "ladders": ladders.overview,
+        "kernel rows": kernel_rows,
+        "kernel losses": kernel_losses,
+    },
+    **{ladders.PAGE.format(name): {"climb": functools.partial(ladders.measured, name)} for name in LADDERS},
     "docs/stories.md": {"samples": samples},
 }
 
@@ -149,6 +156,7 @@ def main() -> None:
         if count := stamp(path):
             print(f"{path.relative_to(ROOT)}: {count} rows given their commit")
     benchmarks.draw()
+    ladders.draw()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")
         print(f"{page} regenerated")

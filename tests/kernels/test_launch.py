@@ -9,6 +9,7 @@ from warpline.errors import ConfigError, KernelError
 from warpline.kernels import launch
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.catalog.rows import LAYERNORM
+from warpline.kernels.spec import Launch
 
 
 @pytest.mark.parametrize("status", ["UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE"])
@@ -31,6 +32,27 @@ def test_tensors_on_the_cpu_are_refused() -> None:
     x, w = torch.zeros(4, 8), torch.zeros(8)
     with pytest.raises(ConfigError, match="on the CPU"):
         launch.run(LAYERNORM, [x, w, w])
+
+
+def test_constant_memory_is_filled_when_it_holds_something_else() -> None:
+    written: list[tuple[str, float]] = []
+
+    class Module:
+        def write(self, name: str, tensor: torch.Tensor) -> None:
+            written.append((name, float(tensor[0])))
+
+        def launch(self, *_: object, **__: object) -> None:
+            pass
+
+    kernel = object.__new__(launch.Kernel)
+    state = {"_module": Module(), "_parameters": [], "_overlapping": False, "_constants": ["bias"], "_held": {}}
+    kernel.__dict__.update(state)
+    one, other = torch.full((3,), 1.0), torch.full((3,), 2.0)
+    for bias in (one, one, other, other, one):
+        kernel.launch(Launch(1, 32), {"bias": bias})
+    one += 2
+    kernel.launch(Launch(1, 32), {"bias": one})
+    assert written == [("bias", 1.0), ("bias", 2.0), ("bias", 1.0), ("bias", 3.0)]
 
 
 @pytest.mark.parametrize(

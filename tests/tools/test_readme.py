@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import benchmarks
+from tests.bench.test_ladder_report import recorded
+from tools import benchmarks, ladders
 from tools.readme import PAGES, ROOT, regenerated
-from warpline.bench import rows
+from warpline.bench import ladder_report, rows
+from warpline.kernels.ladder import LADDERS
+from warpline.kernels.ladder.rung import Ladder
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -33,6 +36,34 @@ def test_pictures_are_not_stale() -> None:
     wanted = benchmarks.drawn()
     assert {path.name for path in benchmarks.IMAGES.glob("bench-*.png")} == set(wanted), "run: make readme"
     assert not [name for name, (_, rows) in wanted.items() if benchmarks.is_stale(name, rows)], "run: make readme"
+
+
+def test_climbs_are_not_stale() -> None:
+    wanted = ladders.climbs()
+    assert {path.name for path in ladders.IMAGES.glob("ladder-*.svg")} == set(wanted), "run: make readme"
+    for name, climb in wanted.items():
+        assert (ladders.IMAGES / name).read_text(encoding="utf-8") == ladder_report.svg(climb), "run: make readme"
+
+
+@pytest.mark.parametrize("ladder", LADDERS.values(), ids=LADDERS)
+def test_every_rung_is_explained(ladder: Ladder) -> None:
+    text = (ROOT / ladders.PAGE.format(ladder.name)).read_text(encoding="utf-8")
+    for rung in ladder.rungs:
+        assert f"- **{rung.name}**{' (aside)' if rung.variant else ''}: " in text
+
+
+def test_climbs_are_put_into_their_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ladders, "ROOT", tmp_path)
+    monkeypatch.setattr(ladders, "IMAGES", tmp_path)
+    assert ladders.measured("gelu").startswith("Not measured yet: `warpline ladder gelu --save results`")
+    rows.append(tmp_path / "results", "ladder", recorded("gelu"))
+    (tmp_path / "ladder-old.svg").write_text("")
+    ladders.draw()
+    (picture,) = tmp_path.glob("ladder-*.svg")
+    assert f"(../images/{picture.name})" in ladders.measured("gelu")
+    assert "0.50× loses" in ladders.measured("gelu")
+    assert "NVIDIA Test: From 'naive' to 'exp2'" in ladders.overview()
+    assert "not yet" in ladders.overview()
 
 
 def test_a_changed_row_makes_its_picture_stale() -> None:

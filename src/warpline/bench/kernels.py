@@ -37,8 +37,7 @@ def bench(specs: list[KernelSpec], dtypes: list[str], arch: str | None = None) -
 
 
 def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, Any], peak: float) -> dict[str, Any]:
-    moved, flops = spec.bytes(dims, dtype), spec.flops(dims)
-    sets = rotating_sets(moved)
+    sets = rotating_sets(spec.bytes(dims, dtype))
     inputs = [random_inputs(spec, dtype, dims, seed, full=True) for seed in range(sets)]
     numbers = spec.number_values(dims)
     calls = [launch.Call(spec, tensors, numbers=numbers, arch=arch) for tensors in inputs]
@@ -48,8 +47,6 @@ def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, 
         for name, do in (spec.peers or {"torch": spec.reference}).items()
     }
     best = min(peers, key=lambda name: peers[name])
-    gb_s, tflop_s = moved / ours.median / 1e3, flops / ours.median / 1e6
-    of_roof = max(gb_s / origin["copy_gb_s"], tflop_s / peak)
     return origin | {
         "kernel": spec.name,
         "arch": arch,
@@ -61,10 +58,20 @@ def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, 
         "torch_us": peers[best],
         "torch_by": best,
         "peers_us": peers,
+        **rates(spec, dtype, dims, ours.median, origin["copy_gb_s"], peak),
+    }
+
+
+def rates(spec: KernelSpec, dtype: str, dims: Dims, us: float, copy_gb_s: float, peak: float) -> dict[str, Any]:
+    """What so many microseconds make of the op's bytes and operations, beside the roof: a copy, or a large product at
+    `peak` TFLOP/s."""
+    moved, flops = spec.bytes(dims, dtype), spec.flops(dims)
+    gb_s, tflop_s = moved / us / 1e3, flops / us / 1e6
+    return {
         "gb_s": round(gb_s, 1),
         "tflop_s": round(tflop_s, 3),
         "peak_tflop_s": round(peak, 1),
-        "bound": "memory" if moved / origin["copy_gb_s"] / 1e9 > flops / peak / 1e12 else "compute",
-        "percent_of_copy": round(100 * gb_s / origin["copy_gb_s"], 1),
-        "percent_of_roof": round(100 * of_roof, 1),
+        "bound": "memory" if moved / copy_gb_s / 1e9 > flops / peak / 1e12 else "compute",
+        "percent_of_copy": round(100 * gb_s / copy_gb_s, 1),
+        "percent_of_roof": round(100 * max(gb_s / copy_gb_s, tflop_s / peak), 1),
     }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from warpline.bench.report import Row, absent, as_case, columns, grouped
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
@@ -23,7 +23,7 @@ def page(rows: Sequence[Row], pictures: dict[str, bytes]) -> str:
     first = rows[0]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>warpline bench</title>",
-        f"<style>{_STYLE}</style></head><body><h1>warpline bench</h1>",
+        f"<style>{STYLE}</style></head><body><h1>warpline bench</h1>",
         f"<p>{html.escape(str(first['device']))}, {first['read_gb_s']:,.0f} GB/s read, torch {first['torch']}, "
         f"{html.escape(str(first['time']))}, commit {str(first['commit'])[:10]}</p>",
     ]

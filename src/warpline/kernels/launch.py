@@ -54,6 +54,18 @@ class Module:
         _check(driver, status, f"reading {name}")
         return value.value
 
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Enqueue a copy of `tensor` into memory that the program carries."""
+        driver = _driver()
+        status, address, room = driver.cuModuleGetGlobal(self._module, name.encode())
+        _check(driver, status, f"finding {name}")
+        if tensor.nbytes != room:
+            raise KernelError(f"{self.label}: {name} has {tensor.nbytes:,} bytes, the program holds {room:,}")
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with torch.cuda.device(self.device):
+            (status,) = driver.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, stream)
+        _check(driver, status, f"writing {name}")
+
     def require_cooperation(self, shape: Launch) -> None:
         """Whether so many blocks can wait for one another; if not, say why."""
         driver = _driver()
@@ -96,9 +108,18 @@ class Kernel:
     def __init__(self, variant: Variant, device: int, arch: str):
         self._module = Module(variant, device, arch, variant.smallest_launch.shared_bytes)
         self._parameters, self._overlapping = variant.parameters(), variant.overlapping
+        self._constants = [buffer.name for buffer in variant.in_constant_memory]
+        self._held: dict[str, tuple[Any, int]] = {}  # what constant memory was filled from, and its version
 
     def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int]) -> None:
         """Enqueue one launch; `values` holds every argument by name."""
+        for name in self._constants:
+            tensor = values[name]
+            assert isinstance(tensor, Tensor)
+            held, version = self._held.get(name, (None, 0))
+            if held is not tensor or version != tensor._version:  # the same as last time need not travel again
+                self._module.write(name, tensor)
+                self._held[name] = tensor, tensor._version
         cells = [_cell(argument, values[argument.name]) for argument in self._parameters]
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
         self._module.launch(shape, pointers, overlapping=self._overlapping)

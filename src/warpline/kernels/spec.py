@@ -76,8 +76,8 @@ class Buffer:
 
     name: str
     dims: tuple[str, ...]
-    #: "input", "output", "updated" (an input that the op changes in part), or "scratch": zero at first, left zero where
-    #: it counts, otherwise any value.
+    #: "input", "output", "updated" (an input that the op changes in part), "constant" (an input that is copied into the
+    #: module's constant memory), or "scratch": zero at first, left zero where it counts, otherwise any value.
     role: str = "input"
     holds: Values = STORAGE
     #: The dimensions whose extents say how many of its rows are read, if not all are.
@@ -101,10 +101,14 @@ class Buffer:
             extents[0] = min(extents[0], wanted)  # a row asked for twice need not move twice
         return math.prod(extents) * ELEMENT_BYTES[self.element(dtype)]
 
+    def definition(self, dtype: str, dims: Dims) -> str:
+        """The constant memory that holds it."""
+        kind, count = CUDA_TYPES[self.element(dtype)], math.prod(self.shape(dims))
+        return f"__constant__ __align__(16) {kind} {self.name}[{count}];"
+
     def declaration(self, dtype: str, *, overlapping: bool) -> str:
-        """The kernel parameter. What is promised to be nobody else's the compiler reads whenever it likes: there is no
-        such promise about scratch, which one block writes and another reads, nor about anything in a launch that begins
-        before the one ahead of it has written."""
+        """The kernel parameter. What is promised to be nobody else's is read at any time: there is no promise about
+        scratch, which other blocks write, nor in a launch that begins before the one ahead of it has written."""
         kind = CUDA_TYPES[self.element(dtype)]
         if self.strided:
             return f"const warpline::View<{kind}> {self.name}"
@@ -181,10 +185,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelSpec:
-    """One op. Functions take the dimensions by name, and where it matters tunables, dtype and arch.
-
-    There is one object per op, so identity is equality.
-    """
+    """One op. Functions take the dimensions by name, and where it matters tunables, dtype and arch. There is one object
+    per op, so identity is equality."""
 
     name: str
     summary: str
@@ -196,6 +198,8 @@ class KernelSpec:
     constants: tuple[str, ...] = ()
     #: Template constants behind those, the same for every variant.
     options: tuple[int, ...] = ()
+    #: Whether pointers are declared __restrict__, where nothing forbids it.
+    restrict: bool = True
     #: Whether the device function itself calls `await_previous_launch`, because it has something to do before that.
     awaits: bool = False
     #: Choices of each tunable; they are the last template constants.
@@ -227,7 +231,7 @@ class KernelSpec:
     @property
     def inputs(self) -> list[Buffer]:
         """Buffers that are read, some of which may be changed."""
-        return self._buffers("input", "updated")
+        return self._buffers("input", "updated", "constant")
 
     @property
     def outputs(self) -> list[Buffer]:
@@ -356,26 +360,25 @@ class Variant:
 
     def parameters(self) -> list[Buffer | Scalar]:
         """The arguments that the kernel takes at run time."""
-        fixed = {*dict(self.constants), *dict(self.tunables)}
-        return [
-            a for a in self.spec.arguments if isinstance(a, Buffer) or (isinstance(a, Scalar) and a.name not in fixed)
-        ]
+        fixed = {*dict(self.constants), *dict(self.tunables), *(a.name for a in self.in_constant_memory)}
+        return [a for a in self.spec.arguments if not isinstance(a, Absent) and a.name not in fixed]
+
+    @property
+    def in_constant_memory(self) -> list[Buffer]:
+        """Inputs that a launch finds there; their extents are compiled in."""
+        return self.spec._buffers("constant")
 
     def translation_unit(self) -> str:
         """The CUDA C++ that instantiates the op: one kernel, nothing else."""
-        spec, launch = self.spec, self.smallest_launch
-        parameters = self.parameters()
+        spec, launch, parameters = self.spec, self.smallest_launch, self.parameters()
         declared = [
-            a.declaration(self.dtype, overlapping=self.overlapping)
+            a.declaration(self.dtype, overlapping=self.overlapping or not spec.restrict)
             if isinstance(a, Buffer)
             else f"{'int' if a.is_int else 'float'} {a.name}"
             for a in parameters
         ]
-        passed = [
-            argument.value if isinstance(argument, Absent) else argument.name
-            for argument in spec.arguments
-            if isinstance(argument, Absent) or argument in parameters
-        ]
+        used = [a for a in spec.arguments if not isinstance(a, Scalar) or a in parameters]
+        passed = [a.value if isinstance(a, Absent) else a.name for a in used]
         constants = [value for _, value in self.constants] + [*spec.options] + [value for _, value in self.tunables]
         template = ", ".join([CUDA_TYPES[self.dtype], *map(str, constants)])
         # To promise room for one block lets the compiler spend registers on loads that are under way.
@@ -385,6 +388,7 @@ class Variant:
                 *(("#define WARPLINE_OVERLAPPING",) if self.overlapping else ()),
                 f'#include "{spec.header}"',
                 '#include "ptx.cuh"',
+                *(a.definition(self.dtype, dict(self.constants)) for a in self.in_constant_memory),
                 f'extern "C" __global__ void __launch_bounds__({launch.block}, 1)',
                 *((f"__cluster_dims__({launch.cluster}, 1, 1)",) if launch.cluster > 1 else ()),
                 f"{self.entry}({', '.join(declared)}) {{",
