@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpline import __version__
-from warpline.cli import bench, diff, doctor, export, generate, kernels, models
+from warpline.cli import bench, diff, doctor, export, generate, kernels, models, tune
 from warpline.errors import WarplineError
 
 BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
@@ -29,6 +29,7 @@ app.command("models")(models.models)
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
 app.add_typer(kernels.app, name="kernels")
+app.command("tune")(tune.tune)
 app.command("diff")(diff.diff)
 app.command("doctor")(doctor.doctor)
 
