@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu check format readme clean
+.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu tune-gpu check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -14,6 +14,7 @@ help:
 	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
+	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
@@ -53,6 +54,10 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline bench reference --dtype fp16,fp32 --device cuda --save results
 	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch long coldstart memory --device cuda --save results \
 		--method $(STRONGEST_ON_GPU)
+
+# On a GPU; `make readme` then makes the package's choices, the table and the picture of the new rows.
+tune-gpu:
+	PYTHONPATH=src $(PYTHON) -m warpline tune --save results
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -95,10 +95,9 @@ class Ahead:
         self._reports: dict[Variant, Future[Report]] = {}
 
     def submit(self, case: Case, values: Values) -> None:
-        """Have it compiled, if it can be and has not been."""
-        variant = case.variant(values)
-        if variant not in self._reports and impossible(case, values) is None:
-            self._reports[variant] = self._pool.submit(lambda: compile_one(variant, case.arch).report)
+        """Have it compiled, if it could run."""
+        if impossible(case, values) is None:
+            self._future(case, values)
 
     def fault(self, case: Case, values: Values) -> str | None:
         """Why a candidate is out: known to be, by the compiler's report, or because it does not compile."""
@@ -108,9 +107,14 @@ class Ahead:
             return str(error).splitlines()[0]
 
     def report(self, case: Case, values: Values) -> Report:
-        """The compiler's."""
-        self.submit(case, values)
-        return self._reports[case.variant(values)].result()
+        """The compiler's, waited for."""
+        return self._future(case, values).result()
+
+    def _future(self, case: Case, values: Values) -> Future[Report]:
+        variant = case.variant(values)
+        if variant not in self._reports:
+            self._reports[variant] = self._pool.submit(lambda: compile_one(variant, case.arch).report)
+        return self._reports[variant]
 
     def stop(self) -> None:
         """Compile nothing more."""
