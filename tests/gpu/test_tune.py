@@ -14,7 +14,7 @@ from warpline.kernels import choices, launch
 from warpline.kernels.catalog import find
 from warpline.kernels.choices import Choice
 from warpline.kernels.spec import Dims, KernelSpec
-from warpline.kernels.verify import random_inputs
+from warpline.kernels.verify import Trial, random_inputs
 from warpline.tune.candidates import Case, first_round
 from warpline.tune.journal import Journal
 from warpline.tune.sweep import Result, Sweep
@@ -115,6 +115,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert {row["verdict"] for row in rows} <= {"improved", "confirmed"}
     assert {row["gpu"] for row in rows} == {gpu()}
     assert choices.summary(gpu()).swept == len(rows)
+
+
+def test_projected_choices_compute_what_they_should() -> None:
+    """Those for the T4, on the Turing path: they have not been timed, but they are right."""
+    for choice in choices.read(choices.shipped_file("Tesla T4"), "Tesla T4"):
+        spec = find(choice.kernel)
+        dims = next(dims for dims in spec.bench_dims if choices.shape_class(spec, dims) == choice.shape)
+        Trial(spec, choice.dtype, dims, 7).check(arch="compute_75", tunables=choice.tunables)
 
 
 def test_every_case_of_the_catalog_has_a_default_that_can_be_measured() -> None:

@@ -98,13 +98,14 @@ def first_round(case: Case) -> list[Values]:
 def near(case: Case, centre: Values, tried: Collection[Values], most: int) -> list[Values]:
     """Combinations not yet tried that differ from `centre` in one tunable, and a sample of those that differ in two:
     tiles and the warps that share them often only make sense changed together. The sample is the same in every run."""
-    found = [v for v in _changed(case, centre, 1) if v not in tried]
-    pairs = [v for v in _changed(case, centre, 2) if v not in tried]
+    found = [v for v in changed(case, centre, 1) if v not in tried]
+    pairs = [v for v in changed(case, centre, 2) if v not in tried]
     random.Random(f"{case.label} {centre}").shuffle(pairs)
     return (found + pairs)[: max(most, len(found))]
 
 
-def _changed(case: Case, centre: Values, count: int) -> Iterator[Values]:
+def changed(case: Case, centre: Values, count: int) -> Iterator[Values]:
+    """Everything that the kernel allows and that differs from `centre` in so many tunables."""
     choices = list(case.spec.tunables.values())
     for places in itertools.combinations(range(len(choices)), count):
         others = [[value for value in choices[i] if value != centre[i]] for i in places]

@@ -14,17 +14,19 @@ from warpline.errors import ConfigError, KernelError
 from warpline.hardware import ARCH_LIMITS, Device
 from warpline.kernels.choices import PROJECTED
 from warpline.kernels.compile import Report
-from warpline.tune.candidates import Case, Values, blocks_held, first_round, hopeless, impossible, near
+from warpline.tune.candidates import Case, Values, blocks_held, changed, hopeless, impossible
 from warpline.tune.journal import Attempt
 from warpline.tune.sweep import Ahead, Result
 
 #: Candidates that are compiled, of those that the model likes best before it has a report.
 FINALISTS = 6
-#: Combinations near the default that the model looks at.
-LOOKED_AT = 2000
+#: In how many tunables, at most, a candidate differs from the default.
+APART = 3
 #: Assumptions: L2 is so many times as fast as memory, and shared memory delivers so many bytes in the time of a tensor
 #: core's 1,024 operations (128 from sm_80 on, where those are 2,048).
 L2_OVER_MEMORY, SHARED_BYTES, OPERATIONS = 4.0, 64, 1024
+#: Microseconds that a read from memory takes; so much must be under way at once as memory delivers in that time.
+LATENCY = 0.6
 #: Of a multiprocessor's threads, the share that must be there to keep it busy.
 ENOUGH_THREADS = 0.25
 
@@ -51,8 +53,8 @@ def _finalists(case: Case, gpu: Device) -> list[Values]:
     default = case.default
     if not is_told_apart(case):
         return [default]
-    known = dict.fromkeys([*first_round(case), *near(case, default, {default}, LOOKED_AT)])
-    possible = [values for values in known if values != default and impossible(case, values) is None]
+    known = [values for apart in range(1, APART + 1) for values in changed(case, default, apart)]
+    possible = [values for values in known if impossible(case, values) is None]
     ideal = Report(registers=32, shared_bytes=0, stack_bytes=0, spill_bytes=0, seconds=0.0)
     liked = sorted(possible, key=lambda values: microseconds(case, values, ideal, gpu))
     return [default, *liked[:FINALISTS]]
@@ -99,12 +101,14 @@ def microseconds(case: Case, values: Values, report: Report, gpu: Device) -> flo
     arithmetic = 2 * t["tile_m"] * t["tile_n"] * slice_ / per_unit
     shared = _fragment_bytes(case, t) * slice_ / shared_rate
     rounds = -(-launch.grid // gpu.units)  # blocks of the busiest multiprocessor
-    there = min(max(blocks_held(case, values, report), 1), rounds) * launch.block
-    slow = max(1.0, ENOUGH_THREADS * ARCH_LIMITS[case.arch].threads / there)
+    blocks = min(max(blocks_held(case, values, report), 1), rounds)
+    slow = max(1.0, ENOUGH_THREADS * ARCH_LIMITS[case.arch].threads / (blocks * launch.block))
     through = launch.grid * (t["tile_m"] + t["tile_n"]) * slice_ * size
     l2 = through / (L2_OVER_MEMORY * gpu.spec_bandwidth) / 1e3
-    busy = min(launch.grid, gpu.units) / gpu.units  # few multiprocessors do not draw all that memory has
-    return max(memory / min(1.0, 2 * busy), l2 / busy, rounds * slow * max(arithmetic, shared))
+    busy = min(launch.grid, gpu.units)
+    under_way = busy * blocks * (t["stages"] - 1) * (t["tile_m"] + t["tile_n"]) * t["tile_k"] * size
+    drawn = min(1.0, under_way / (LATENCY * gpu.spec_bandwidth * 1e3))  # share of the bandwidth that is asked for
+    return max(memory / drawn, l2 * gpu.units / busy, rounds * slow * max(arithmetic, shared))
 
 
 def _fragment_bytes(case: Case, t: dict[str, int]) -> int:
