@@ -29,7 +29,7 @@ def gains() -> str:
     parts = []
     for machine, rows in machines().items():
         projected = rows[0]["basis"] == choices.PROJECTED
-        shown = [row for row in rows if not projected or row["verdict"] != "confirmed"]
+        shown = [row for row in rows if row["verdict"] != "kept"]
         parts.append(f"### {rows[0]['gpu']}" + (", projected" if projected else ""))
         parts.append(report.summary(rows))
         if not projected:

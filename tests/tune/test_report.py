@@ -10,6 +10,7 @@ import pytest
 from warpline.bench.charts import png
 from warpline.errors import ConfigError
 from warpline.kernels.catalog import find
+from warpline.kernels.choices import PROJECTED
 from warpline.tune import report
 from warpline.tune.candidates import Case, cases
 from warpline.tune.journal import Attempt
@@ -62,6 +63,14 @@ def test_table_and_summary(results: list[Result]) -> None:
     assert text.startswith("4 cases: 1 improved (by 20 to 20 %, median 20 %), 1 confirmed, 1 failed, 1 left out;")
     assert "; 1 candidates failed and were skipped; 2 candidates were left out" in text
     assert report.failures(rows) == ["layernorm fp16 block=512 row_warps=1: no answer within 20 s"]
+
+
+def test_a_model_confirms_nothing(case: Case) -> None:
+    result = Result(case, PROJECTED, attempts={(128, 1): attempt((128, 1), 10.0)})
+    (row,) = report.rows([result], ORIGIN)
+    assert row["verdict"] == "kept"
+    assert "times" not in row
+    assert report.summary([row]).startswith("1 cases: 0 improved, 1 kept; projected from")
 
 
 def test_only_improvements_are_shipped_and_the_newest_counts(results: list[Result]) -> None:

@@ -26,7 +26,9 @@ def rows(results: Sequence[Result], origin: Row) -> list[Row]:
 
 def _row(result: Result) -> Row:
     case, best = result.case, result.best
-    verdict = "improved" if result.improved else "confirmed"
+    verdict = "confirmed" if result.basis == MEASURED else "kept"  # a model confirms nothing
+    if result.improved:
+        verdict = "improved"
     if best is None:
         verdict = "failed" if result.why else "left out"
     row = {
@@ -112,8 +114,8 @@ def summary(found: Sequence[Row]) -> str:
     text = f"{len(found)} cases: {verdicts['improved']} improved"
     if gains:
         text += f" (by {100 * gains[0]:.0f} to {100 * gains[-1]:.0f} %, median {100 * gains[len(gains) // 2]:.0f} %)"
-    text += f", {verdicts['confirmed']} confirmed"
-    text += "".join(f", {verdicts[name]} {name}" for name in ("failed", "left out") if verdicts[name])
+    others = ("confirmed", "kept", "failed", "left out")
+    text += "".join(f", {verdicts[name]} {name}" for name in others if verdicts[name])
     left, failed = sum(row["left_out"] for row in found), sum(len(row["failed"]) for row in found)
     if failed:
         text += f"; {failed} candidates failed and were skipped"
@@ -160,7 +162,7 @@ def heat_map(found: Sequence[Row]) -> Figure:
     for y, group in enumerate(lines.values()):
         for x, row in enumerate(group):
             text = "×".join(map(str, row["dims"].values()))
-            marks = {"improved": f"{shares[y][x]:.0f} %", "confirmed": "·"}
+            marks = {"improved": f"{shares[y][x]:.0f} %", "confirmed": "·", "kept": "·"}
             saved = marks.get(row["verdict"], row["verdict"])
             colour = "white" if shares[y][x] > 0.6 * most else "black"
             axes.text(x, y, f"{saved}\n{text}", ha="center", va="center", fontsize=5, color=colour)
