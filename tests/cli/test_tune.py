@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.conftest import Run
+from tests.tune import standin
+from tests.tune.conftest import GPU
 from warpline.cli.doctor import _count
 from warpline.kernels import choices
 from warpline.kernels.choices import Summary
+from warpline.tune import candidates, worker
 
 
 def recorded(**changes: Any) -> dict[str, Any]:
@@ -86,6 +90,45 @@ def test_projection_is_saved_and_marked(run: Run, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "tesla-t4" / "tune.jsonl").read_text().splitlines()]
     assert {(row["gpu"], row["basis"]) for row in rows} == {("Tesla T4", "projected")}
     assert not choices.user_file("Tesla T4").exists()
+
+
+@pytest.fixture
+def imaginary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU that torch believes in, a worker that needs none, and one case."""
+    monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path))
+    for name, answer in {"is_available": True, "current_device": 0, "get_device_name": GPU}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(candidates, "cases", lambda *asked, all_of=candidates.cases: all_of(*asked)[:1])
+    monkeypatch.setattr(worker, "serve_gpu", standin.serve)
+    monkeypatch.setattr(worker, "CHECKING", 2.0)
+
+
+@pytest.mark.usefixtures("imaginary")
+def test_a_sweep_reports_saves_and_stores(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("tune", "layernorm", "--dtype", "fp16", "--save", str(tmp_path / "results"))
+    assert code == 0
+    assert err == f"1 choices kept in {choices.user_file(GPU)}\n"
+    assert "block 128→1024, row_warps 1→4" in out
+    assert "row_warps=1: no answer within 2 s" in out
+    assert "1 cases: 1 improved" in out
+    assert "4 candidates failed and were skipped" in out
+    shown = run("tune", "--from", str(tmp_path / "results" / "nvidia-imaginary-1"))[1]
+    assert shown.splitlines() == out.splitlines()
+    assert choices.summary(GPU).swept == 1
+
+
+@pytest.mark.usefixtures("imaginary")
+def test_an_interrupted_sweep_shows_what_there_is(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker.Worker, "time", interrupt)
+    code, out, err = run("tune", "layernorm", "--dtype", "fp16", "--save", str(tmp_path / "results"))
+    assert code == 130
+    assert "failed: layernorm" in out
+    assert err.endswith("stopped\n")
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(
