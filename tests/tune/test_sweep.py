@@ -151,6 +151,11 @@ def test_a_gain_within_the_noise_is_none(case: Case) -> None:
         assert choice.tunables == ({"block": 256, "row_warps": 1} if improved else None)
 
 
+def test_one_that_scatters_does_not_hide_another(case: Case) -> None:
+    attempts = [timed((128, 1), 10.0, 10.0), timed((256, 1), 8.0, 10.0, 0.3), timed((512, 1), 9.0, 10.0)]
+    assert Result(case, attempts={one.values: one for one in attempts}).best is attempts[2]
+
+
 def test_rounds_are_compared_by_their_own_default(case: Case) -> None:
     """A round in which everything was slower does not lose for that."""
     attempts = [timed((128, 1), 10.0, 10.0), timed((256, 1), 9.0, 10.0), timed((512, 1), 9.6, 12.0)]
