@@ -53,7 +53,7 @@ class Worker:
         """End the process, whatever it does."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.join(OPENING)  # the driver may take its time to end what runs
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
