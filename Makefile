@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu ladder-gpu check format readme clean
+.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
 	@echo "make ladder-gpu every rung of every ladder, into results/ (a few minutes)"
+	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
@@ -58,6 +59,10 @@ bench-gpu:
 # What each optimisation of a kernel buys, from naive to production.
 ladder-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline ladder all --save results
+
+# On a GPU; `make readme` then makes the package's choices, the table and the picture of the new rows.
+tune-gpu:
+	PYTHONPATH=src $(PYTHON) -m warpline tune --save results
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ ALLOWED = {
     "kernels": {"base", "kernels"},
     "engine": {"base", "model", "kernels", "engine"},
     "bench": {"base", "model", "kernels", "engine", "bench"},
+    "tune": {"base", "kernels", "bench", "tune"},
     "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "cluster", "cli"},
 }
 

@@ -1,4 +1,5 @@
-"""Regenerate what documents quote, from the catalog, from results/ and from the embedded model: `make readme`.
+"""Regenerate what documents quote and what the package ships of sweeps, from the catalog, from results/ and from the
+embedded model: `make readme`.
 
 Text between <!-- begin NAME --> and <!-- end NAME --> is replaced; the rest of a page is written by hand.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import benchmarks, ladders
+from tools import benchmarks, ladders, tuning
 from warpline import LLM, SamplingParams
 from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
@@ -136,6 +137,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     **{ladders.PAGE.format(name): {"climb": functools.partial(ladders.measured, name)} for name in LADDERS},
     "docs/stories.md": {"samples": samples},
+    "docs/tuning.md": {"tune gains": tuning.gains},
 }
 
 
@@ -157,6 +159,8 @@ def main() -> None:
             print(f"{path.relative_to(ROOT)}: {count} rows given their commit")
     benchmarks.draw()
     ladders.draw()
+    tuning.draw()
+    tuning.ship()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")
         print(f"{page} regenerated")

@@ -14,30 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.conftest import Run
 from tests.conftest import SMALL, make_weights
 from warpline import __version__
-from warpline.cli.main import main
 from warpline.config import FAMILY, ModelConfig
 from warpline.kernels.catalog import CATALOG
 from warpline.model.builtin import BUILTIN
 from warpline.model.weights import Weights
 
 COMMAND = [sys.executable, "-m", "warpline"]
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Calls the command in this process; gives exit code, stdout, stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(arguments))
-        captured = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, captured.out, captured.err
-
-    return call
 
 
 def shell(*arguments: str, stdin: bytes = b"", timeout: float = 120) -> subprocess.CompletedProcess[bytes]:

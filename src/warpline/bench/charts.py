@@ -22,7 +22,8 @@ Drawing = Callable[[Sequence[Row]], "Figure"]
 PROUD, PLAIN = "#c2410c", "#64748b"
 
 
-def _figure(width: float, height: float) -> Figure:
+def canvas(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -33,7 +34,7 @@ def _figure(width: float, height: float) -> Figure:
 def bars(rows: Sequence[Row]) -> Figure:
     """Tokens per second of every method of one case, and what memory allows in words: it would dwarf the bars."""
     timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
-    figure = _figure(8, 1.2 + 0.42 * len(timed))
+    figure = canvas(8, 1.2 + 0.42 * len(timed))
     axes = figure.subplots()
     values = [row["tokens_per_second"] for row in timed]
     names = [row["title"] for row in timed]
@@ -50,7 +51,7 @@ def bars(rows: Sequence[Row]) -> Figure:
 
 def against_context(rows: Sequence[Row]) -> Figure:
     """Time per token over the length of the context, a line per method."""
-    figure = _figure(8, 4.5)
+    figure = canvas(8, 4.5)
     axes = figure.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
         points = [(row["prompt"] + row["new"] / 2, row["us_per_token"]) for row in rows if row["method"] == method]

@@ -52,6 +52,7 @@ def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, 
         "arch": arch,
         "dtype": dtype,
         "dims": dict(dims),
+        "tunables": dict(calls[0].program[0].tunables),  # the default's, or what a sweep on this GPU found
         "us": round(ours.median, 3),
         "us_p20": round(ours.p20, 3),
         "us_p80": round(ours.p80, 3),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 #: Launches captured in one graph, and graph replays measured one by one.
 LAUNCHES, REPLAYS = 20, 15
+#: Of ways that take turns: replays after which one that takes so many times as long as the best is given up.
+LOOK, HOPELESS = 4, 1.3
+#: Microseconds that a graph of long launches need not exceed.
+ENOUGH = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +32,67 @@ def time_launches(launch: Callable[[int], object], sets: int, launches: int = LA
     """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache. What it returns
     is kept until its set's next turn: freed at once, the same memory would serve every time and stay in the cache."""
     count = max(launches, sets)
-    held: list[object] = [None] * sets
-    for i in range(sets):  # compiles, loads and allocates before anything is captured
-        held[i] = launch(i)
+    _warm_up(launch, sets)
+    graph = _captured(launch, sets, count)
+    for _ in range(3):
+        graph.replay()
+    return _timing(_replays([graph], REPLAYS, count)[0])
+
+
+def time_in_turn(ways: Sequence[Callable[[int], object]], sets: int) -> list[Timing]:
+    """Time several ways to do the same, each as `time_launches` has it, but with the replays of their graphs taken in
+    turn: when clocks drift they drift for all. What is far slower than the best is given up early; the first way is
+    what the others are compared with, and never is."""
+    for way in ways:
+        _warm_up(way, sets)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    _warm_up(ways[0], sets)
+    end.record()
     torch.cuda.synchronize()
+    microseconds = 1e3 * start.elapsed_time(end) / sets  # with the gaps between launches: short ones seem longer
+    count = max(sets, min(LAUNCHES, math.ceil(ENOUGH / max(microseconds, 1.0))))
+    graphs = [_captured(way, sets, count) for way in ways]
+    _replays(graphs, 1, count)
+    times = _replays(graphs, LOOK, count)
+    best = min(statistics.median(found) for found in times)
+    kept = [i for i, found in enumerate(times) if i == 0 or statistics.median(found) <= HOPELESS * best]
+    for i, found in zip(kept, _replays([graphs[i] for i in kept], REPLAYS - LOOK, count), strict=True):
+        times[i] += found
+    return [_timing(found) for found in times]
+
+
+def _warm_up(launch: Callable[[int], object], sets: int) -> None:
+    """Compile, load and allocate before anything is captured."""
+    held = [launch(i) for i in range(sets)]
+    torch.cuda.synchronize()
+    del held
+
+
+def _captured(launch: Callable[[int], object], sets: int, count: int) -> torch.cuda.CUDAGraph:
+    held: list[object] = [None] * sets
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
             held[i % sets] = launch(i % sets)
-    for _ in range(3):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    return graph
+
+
+def _replays(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int, count: int) -> list[list[float]]:
+    """Microseconds per launch of every replay of each graph, the graphs in turn."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(graphs) + 1)]
     marks[0].record()
-    for mark in marks[1:]:
+    for mark, graph in zip(marks[1:], itertools.cycle(graphs), strict=False):
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    times = sorted(1e3 * a.elapsed_time(b) / count for a, b in itertools.pairwise(marks))
-    return Timing(statistics.median(times), times[len(times) // 5], times[-1 - len(times) // 5])
+    times = [1e3 * a.elapsed_time(b) / count for a, b in itertools.pairwise(marks)]
+    return [times[i :: len(graphs)] for i in range(len(graphs))]
+
+
+def _timing(times: Sequence[float]) -> Timing:
+    ordered = sorted(times)
+    return Timing(statistics.median(ordered), ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5])
 
 
 def rotating_sets(bytes_per_set: int) -> int:

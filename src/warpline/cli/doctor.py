@@ -9,15 +9,18 @@ import typer
 
 if TYPE_CHECKING:
     from warpline.hardware import Device
+    from warpline.kernels.choices import Summary
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has and what would make it faster; measures memory bandwidth and remembers it."""
     from warpline import survey
+    from warpline.kernels import choices
 
     found = survey.take()
+    stored = [choices.summary(device.name) for device in found.devices if device.kind == "cuda"]
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps(found.as_dict() | {"choices": [one.as_dict() for one in stored]}, indent=1))
         return
 
     from rich.console import Console
@@ -32,6 +35,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         table.add_row("GPU", "none that torch can use")
     for name, version in found.software.items():
         table.add_row(name, version or "not found")
+    for one in stored:
+        table.add_row("tuned", _count(one))
     table.add_row("cache", f"{found.cache_folder} ({found.cache_bytes / 1e6:,.1f} MB)")
     console = Console(highlight=False)
     console.print(table)
@@ -45,3 +50,10 @@ def _describe(device: Device) -> str:
     spec = f"{device.spec_bandwidth:,.0f} GB/s by its datasheet" if device.spec_bandwidth is not None else "spec n/a"
     measured = f"{device.measured_bandwidth:,.1f} GB/s read, measured" if device.measured_bandwidth else "not measured"
     return f"{device.name} ({device.arch}, {device.units} {unit}, {memory}; {measured}, {spec})"
+
+
+def _count(stored: Summary) -> str:
+    """Choices of tunables for one GPU."""
+    shipped = f"{stored.shipped} shipped" + (f" ({stored.projected} projected)" if stored.projected else "")
+    stale = f", {stored.stale} stale: run 'warpline tune'" if stored.stale else ""
+    return f"{stored.gpu}: {stored.swept} choices of your own sweep, {shipped}{stale} ({stored.file})"

@@ -126,6 +126,15 @@ def _own_headers(unit: str) -> list[str]:
     return [texts[name] for name in sorted(texts)]
 
 
+@functools.cache
+def header_digest(header: str) -> str:
+    """Digest of a header of ours and of those it includes: what was found out about a kernel holds for this code."""
+    digest = hashlib.sha256()
+    for text in _own_headers(f'#include "{header}"'):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def _load(path: Path) -> tuple[bytes, Report] | None:
     try:
         head, _, code = path.read_bytes().partition(b"\n")

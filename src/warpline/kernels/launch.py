@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from warpline.errors import ConfigError, DeviceError, KernelError
+from warpline.kernels import choices
 from warpline.kernels.compile import Program, compile_one, nvrtc_version
 from warpline.kernels.spec import Buffer, Dims, KernelSpec, Launch, Tunables, Variant
 
@@ -158,7 +159,8 @@ def allocate(buffers: Sequence[Buffer], dims: Dims, dtype: str, device: torch.de
 
 
 class Call:
-    """One op on given tensors, checked and ready to be launched any number of times.
+    """One op on given tensors, checked and ready to be launched any number of times. Tunables that are not given are
+    those that a sweep found best on this GPU, or the default's.
 
     Overlapping launches begin before the launch ahead of them has ended, where the GPU can.
     """
@@ -185,6 +187,8 @@ class Call:
         for buffer, tensor in zip(spec.inputs, inputs, strict=True):
             _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
+        if tunables is None and target == arch_of(device):  # a sweep's choice is for a GPU's own code
+            tunables = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(device))
         self._variant = Variant.of(spec, dtype, dims, target, tunables, overlapping=overlapping)
         self._device, self._target = device, target
         self._empty = not all(dims.values())

@@ -310,7 +310,7 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             *(_cached(3, 2, 300, window=window) for window in (1, 2, 63, 65, 299, 1000)),
             *(_cached(2, 2, 300, depth=depth) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
         ),
-        bench_dims=(_cached(1, 12, 128), _cached(1, 12, 1024), _cached(8, 12, 1024), _cached(64, 12, 1024)),
+        bench_dims=tuple(_cached(batch, 12, slots) for batch in (1, 8, 64) for slots in (128, 1024)),
     )
 
 

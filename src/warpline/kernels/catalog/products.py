@@ -183,7 +183,7 @@ MATVECS = (
         "matrix times 1 to 8 rows, bias, residual",
         bias=True,
         residual=True,
-        bench=[(1, 768, 768), (1, 768, 3072), (8, 768, 3072), (1, 1600, 6400)],
+        bench=[(1, 768, 768), (8, 768, 768), (1, 768, 3072), (8, 768, 3072), (1, 1600, 6400)],
     ),
 )
 
@@ -312,19 +312,24 @@ def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, 
 
 
 MATMULS = (
-    _matmul("matmul", "matrix product", bench=[(1024, 3072, 768), (16384, 3072, 768)]),
+    _matmul("matmul", "matrix product", bench=[(64, 50257, 768), (1024, 3072, 768), (16384, 3072, 768)]),
     _matmul(
         "matmul_bias",
         "matrix product, bias",
         bias=True,
-        bench=[(128, 2304, 768), (1024, 2304, 768), (16384, 2304, 768)],
+        bench=[
+            # What the engine leaves to this kernel in a step of a batch: QKV and both projections.
+            *((rows, *shape) for rows in (16, 64, 128) for shape in ((2304, 768), (768, 768), (768, 3072))),
+            (1024, 2304, 768),
+            (16384, 2304, 768),
+        ],
     ),
     _matmul(
         "matmul_bias_gelu",
         "matrix product, bias, GELU",
         bias=True,
         gelu=True,
-        bench=[(128, 3072, 768), (1024, 3072, 768), (16384, 3072, 768)],
+        bench=[*((rows, 3072, 768) for rows in (16, 64, 128, 1024, 16384))],
     ),
     _matmul(
         "matmul_bias_residual",

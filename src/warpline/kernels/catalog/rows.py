@@ -135,7 +135,7 @@ def _tests(*columns: int, **fixed: int) -> tuple[Dims, ...]:
 
 
 def _bench(*columns: int, **fixed: int) -> tuple[Dims, ...]:
-    shapes = [(rows, columns[0]) for rows in (1, 1024, 16384, 65536)] + [(65536, width) for width in columns[1:]]
+    shapes = [(rows, columns[0]) for rows in (1, 64, 1024, 16384, 65536)] + [(65536, width) for width in columns[1:]]
     return tuple({"rows": rows, "columns": width, **fixed} for rows, width in shapes)
 
 

@@ -1,0 +1,143 @@
+"""What a sweep tries: cases from the catalog, combinations of tunables, and why some are not worth a launch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from warpline.hardware import ARCH_LIMITS, arch_number, resident_blocks
+from warpline.kernels.choices import shape_class
+from warpline.kernels.compile import Report, header_digest
+from warpline.kernels.spec import Dims, KernelSpec, Tunables, Variant
+
+#: A grid of so many combinations is tried as a whole; of a larger one, so many in a round.
+WHOLE_GRID, PER_ROUND = 40, 24
+MOST_THREADS = 1024
+
+#: Values of the tunables, in the spec's order.
+Values = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One kernel, dtype and shape to find the best tunables for, on one arch."""
+
+    spec: KernelSpec
+    dtype: str
+    dims: Dims
+    arch: str
+
+    @property
+    def shape(self) -> str:
+        """The class of shapes that it stands for."""
+        return shape_class(self.spec, self.dims)
+
+    @property
+    def digest(self) -> str:
+        """Of the kernel's code."""
+        return header_digest(self.spec.header)
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What a result is kept under."""
+        return self.spec.name, self.dtype, self.shape, self.digest
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.spec.name} {self.dtype} {'×'.join(map(str, self.dims.values()))}"
+
+    @property
+    def default(self) -> Values:
+        """What is taken without a sweep."""
+        return self.values(self.spec.default(self.dims, self.dtype, self.arch))
+
+    def values(self, tunables: Tunables) -> Values:
+        """Without their names."""
+        return tuple(tunables[name] for name in self.spec.tunables)
+
+    def tunables(self, values: Sequence[int]) -> dict[str, int]:
+        """With their names."""
+        return dict(zip(self.spec.tunables, values, strict=True))
+
+    def variant(self, values: Values) -> Variant:
+        """What is compiled."""
+        return Variant.of(self.spec, self.dtype, self.dims, self.arch, self.tunables(values))
+
+    def allows(self, values: Values) -> bool:
+        """Whether the kernel can be built so."""
+        return self.spec.allows(self.dims, self.tunables(values), self.dtype)
+
+
+def cases(specs: Sequence[KernelSpec], dtypes: Sequence[str], arch: str) -> list[Case]:
+    """Every bench shape; of shapes of one class the first stands for all."""
+    found: dict[tuple[str, ...], Case] = {}
+    for spec in specs:
+        for dtype in dtypes:
+            if spec.runs_on(dtype, arch) and spec.tunables:
+                for dims in spec.bench_dims:
+                    case = Case(spec, dtype, dims, arch)
+                    found.setdefault(case.key, case)
+    return list(found.values())
+
+
+def first_round(case: Case) -> list[Values]:
+    """The default, then the whole grid if it is small, else what is near the default."""
+    sizes = [len(choices) for choices in case.spec.tunables.values()]
+    default = case.default
+    if math.prod(sizes) <= 4 * WHOLE_GRID:
+        grid = [v for v in itertools.product(*case.spec.tunables.values()) if v != default and case.allows(v)]
+        if len(grid) < WHOLE_GRID:
+            return [default, *grid]
+    return [default, *near(case, default, {default}, PER_ROUND)]
+
+
+def near(case: Case, centre: Values, tried: Collection[Values], most: int) -> list[Values]:
+    """Combinations not yet tried that differ from `centre` in one tunable, and a sample of those that differ in two:
+    tiles and the warps that share them often only make sense changed together. The sample is the same in every run."""
+    found = [v for v in changed(case, centre, 1) if v not in tried]
+    pairs = [v for v in changed(case, centre, 2) if v not in tried]
+    random.Random(f"{case.label} {centre}").shuffle(pairs)
+    return (found + pairs)[: max(most, len(found))]
+
+
+def changed(case: Case, centre: Values, count: int) -> Iterator[Values]:
+    """Everything that the kernel allows and that differs from `centre` in so many tunables."""
+    choices = list(case.spec.tunables.values())
+    for places in itertools.combinations(range(len(choices)), count):
+        others = [[value for value in choices[i] if value != centre[i]] for i in places]
+        for picked in itertools.product(*others):
+            values = list(centre)
+            for i, value in zip(places, picked, strict=True):
+                values[i] = value
+            if case.allows(tuple(values)):
+                yield tuple(values)
+
+
+def impossible(case: Case, values: Values) -> str | None:
+    """Why it cannot run on the arch, known without compiling it."""
+    launch = case.variant(values).launch(case.dims)
+    if launch.shared_bytes > ARCH_LIMITS[case.arch].block_shared_bytes:
+        return "more shared memory than a block can have"
+    if launch.block > MOST_THREADS:
+        return f"more than {MOST_THREADS:,} threads"
+    if launch.cluster > 1 and arch_number(case.arch) < 90:
+        return "clusters, which this GPU has not"
+    return None
+
+
+def hopeless(case: Case, values: Values, report: Report) -> str | None:
+    """Why it is not worth a launch, by the compiler's report."""
+    if report.spill_bytes:
+        return "spilled registers"
+    return None if blocks_held(case, values, report) else "no room for one block in a multiprocessor"
+
+
+def blocks_held(case: Case, values: Values, report: Report) -> int:
+    """How many blocks a multiprocessor holds at once."""
+    launch = case.variant(values).launch(case.dims)
+    shared = launch.shared_bytes + (report.shared_bytes or 0)
+    return resident_blocks(case.arch, launch.block, report.registers or 0, shared)

@@ -1,0 +1,176 @@
+"""What a sweep found: rows, the table of gains, a heat map, and the choices that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpline.errors import ConfigError
+from warpline.kernels.choices import MEASURED, PROJECTED, Choice
+from warpline.tune.sweep import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+TITLES = ("kernel", "dtype", "shape", "default", "µs", "best", "µs", "gain", "tried", "failed", "pruned", "left out")
+
+
+def rows(results: Sequence[Result], origin: Row) -> list[Row]:
+    """One row per case, with where it comes from and the time of every candidate that was measured."""
+    return [origin | _row(result) for result in results if result.attempts or result.why or result.left_out]
+
+
+def _row(result: Result) -> Row:
+    case, best = result.case, result.best
+    verdict = "confirmed" if result.basis == MEASURED else "kept"  # a model confirms nothing
+    if result.improved:
+        verdict = "improved"
+    if best is None:
+        verdict = "failed" if result.why else "left out"
+    row = {
+        "kernel": case.spec.name,
+        "arch": case.arch,
+        "dtype": case.dtype,
+        "dims": dict(case.dims),
+        "shape": case.shape,
+        "digest": case.digest,
+        "basis": result.basis,
+        "default": case.tunables(case.default),
+        "default_us": best.default_us if best is not None else None,
+        "best": case.tunables(best.values) if best is not None else None,
+        "best_us": best.us if best is not None else None,
+        "verdict": verdict,
+        "why": result.why,
+        "tried": result.timed,
+        "failed": [[*values, why] for values, why in result.faults.items()],
+        "pruned": dict(Counter(result.pruned.values())),
+        "left_out": len(result.left_out - result.attempts.keys()),
+    }
+    if result.basis == MEASURED:
+        row["times"] = [[*one.values, one.us, one.default_us] for one in result.attempts.values() if one.us is not None]
+    return row
+
+
+def read(path: Path) -> list[Row]:
+    """The newest row of each case in a file of them, or in a folder that has one."""
+    file = path / "tune.jsonl" if path.is_dir() else path
+    try:
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
+        return newest(found)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {file}: name a tune.jsonl that 'warpline tune --save' has written") from None
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not what 'warpline tune --save' writes: {error}") from error
+
+
+def newest(found: Sequence[Row]) -> list[Row]:
+    """The last row of each GPU, kernel, dtype and shape class."""
+    return list({(row["gpu"], row["kernel"], row["dtype"], row["shape"]): row for row in found}.values())
+
+
+def gain(row: Row) -> float | None:
+    """Share of the default's time that the best saves."""
+    return 1 - row["best_us"] / row["default_us"] if row["best_us"] is not None else None
+
+
+def line(row: Row) -> tuple[str, ...]:
+    """A row of the table."""
+    saved = gain(row)
+    mark = "~" if row["basis"] == PROJECTED else ""
+    us = ("n/a", "n/a") if saved is None else (f"{mark}{row['default_us']:,.2f}", f"{mark}{row['best_us']:,.2f}")
+    return (
+        row["kernel"],
+        row["dtype"],
+        "×".join(map(str, row["dims"].values())),
+        " ".join(map(str, row["default"].values())),
+        us[0],
+        changes(row),
+        us[1],
+        f"{mark}{100 * (saved or 0):.0f} %" if row["verdict"] == "improved" else row["verdict"],
+        str(row["tried"]),
+        str(len(row["failed"])),
+        str(sum(row["pruned"].values())),
+        str(row["left_out"]),
+    )
+
+
+def changes(row: Row) -> str:
+    """In which tunables the best differs from the default."""
+    if row["best"] is None:
+        return row["why"] or "there was no time"
+    best = row["best"]
+    changed = [f"{name} {value}→{best[name]}" for name, value in row["default"].items() if best[name] != value]
+    return ", ".join(changed) or "default"
+
+
+def summary(found: Sequence[Row]) -> str:
+    """In a sentence."""
+    verdicts = Counter(row["verdict"] for row in found)
+    gains = sorted(gain(row) or 0.0 for row in found if row["verdict"] == "improved")
+    text = f"{len(found)} cases: {verdicts['improved']} improved"
+    if gains:
+        text += f" (by {100 * gains[0]:.0f} to {100 * gains[-1]:.0f} %, median {100 * gains[len(gains) // 2]:.0f} %)"
+    others = ("confirmed", "kept", "failed", "left out")
+    text += "".join(f", {verdicts[name]} {name}" for name in others if verdicts[name])
+    left, failed = sum(row["left_out"] for row in found), sum(len(row["failed"]) for row in found)
+    if failed:
+        text += f"; {failed} candidates failed and were skipped"
+    if left:
+        text += f"; {left} candidates were left out for want of time"
+    if any(row["basis"] == PROJECTED for row in found):
+        text += "; projected from the compiler's report and the roofline, not measured"
+    return text + "."
+
+
+def failures(found: Sequence[Row]) -> list[str]:
+    """Every candidate that failed, and why."""
+    lines = []
+    for row in found:
+        for *values, why in row["failed"]:
+            tunables = " ".join(f"{name}={value}" for name, value in zip(row["default"], values, strict=True))
+            lines.append(f"{row['kernel']} {row['dtype']} {tunables}: {why}")
+    return lines
+
+
+def choices(found: Sequence[Row]) -> list[Choice]:
+    """What to ship: choices that differ from the default."""
+    return [
+        Choice(row["kernel"], row["dtype"], row["shape"], row["digest"], row["best"], row["basis"])
+        for row in newest(found)
+        if row["verdict"] == "improved"
+    ]
+
+
+def heat_map(found: Sequence[Row]) -> Figure:
+    """A line for each kernel and dtype, a square for each of its shapes: how much of the default's time is saved."""
+    from warpline.bench.charts import canvas
+
+    lines: dict[str, list[Row]] = {}
+    for row in found:
+        lines.setdefault(f"{row['kernel']} {row['dtype']}", []).append(row)
+    width = max(map(len, lines.values()))
+    blank = [float("nan")] * width
+    shares = [([100 * (gain(row) or 0.0) for row in group] + blank)[:width] for group in lines.values()]
+    figure = canvas(2.6 + 1.15 * width, 1.2 + 0.34 * len(lines))
+    axes = figure.subplots()
+    most = max(10.0, *(share for group in shares for share in group if share == share))
+    image = axes.imshow(shares, cmap="YlOrBr", vmin=0, vmax=most, aspect="auto")
+    for y, group in enumerate(lines.values()):
+        for x, row in enumerate(group):
+            text = "×".join(map(str, row["dims"].values()))
+            marks = {"improved": f"{shares[y][x]:.0f} %", "confirmed": "·", "kept": "·"}
+            saved = marks.get(row["verdict"], row["verdict"])
+            colour = "white" if shares[y][x] > 0.6 * most else "black"
+            axes.text(x, y, f"{saved}\n{text}", ha="center", va="center", fontsize=5, color=colour)
+    axes.set_yticks(range(len(lines)), list(lines), fontsize=7)
+    axes.set_xticks([])
+    axes.spines[:].set_visible(False)
+    figure.colorbar(image, ax=axes, shrink=0.5, label="time saved (%)")
+    basis = " (projected)" if found[0]["basis"] == PROJECTED else ""
+    axes.set_title(f"Sweep of the tunables against their defaults{basis}; · is a default confirmed\n{found[0]['gpu']}",
+                   fontsize=9)  # fmt: skip
+    return figure

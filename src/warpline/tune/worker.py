@@ -1,0 +1,166 @@
+"""The process that measures. A candidate may hang, crash or poison it; the sweep outlives it and starts another.
+
+A request names its case, so that a new process can go on where the old one was.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from warpline.errors import WarplineError
+from warpline.kernels.spec import Dims
+
+#: Seconds that a process may take: to start and make a case's inputs, to check a candidate, to time a round of them.
+OPENING, CHECKING, TIMING = 120.0, 20.0, 60.0
+
+#: Kernel, dtype, dimensions.
+Named = tuple[str, str, Dims]
+#: Median, 20th and 80th percentile of a launch in microseconds.
+Times = tuple[float, float, float]
+
+
+class Fault(Exception):
+    """Why something could not be measured."""
+
+
+class Worker:
+    """The parent's end."""
+
+    def __init__(self, serve: Callable[[Connection], None] | None = None, patience: float = 1.0):
+        self._serve, self._patience = serve or serve_gpu, patience
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def open(self, case: Named) -> None:
+        """Make a case's inputs and what must come of them."""
+        self._ask("open", case, None, OPENING)
+
+    def check(self, case: Named, tunables: dict[str, int]) -> None:
+        """Launch a candidate; a `Fault` says what is wrong with it."""
+        self._ask("check", case, tunables, CHECKING)
+
+    def time(self, case: Named, candidates: Sequence[dict[str, int]]) -> list[Times]:
+        """Time candidates in turn."""
+        found: list[Times] = self._ask("time", case, list(candidates), TIMING)
+        return found
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(OPENING)  # the driver may take its time to end what runs
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+    def _ask(self, verb: str, case: Named, about: Any, seconds: float) -> Any:
+        if self._connection is None:
+            self._start()
+            seconds += OPENING
+        assert self._connection is not None
+        seconds *= self._patience
+        try:
+            self._connection.send((verb, case, about))
+            if not self._connection.poll(seconds):
+                self.stop()
+                raise Fault(f"no answer within {seconds:.0f} s")
+            state, answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.stop()
+            raise Fault("the process died") from error
+        if state == "poisoned":
+            self.stop()
+        if state != "ok":
+            raise Fault(str(answer))
+        return answer
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=self._serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+
+def serve_gpu(connection: Connection) -> None:
+    """Be the process: answer until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    bench = _Bench()
+    while True:
+        try:
+            verb, case, about = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("ok", bench.do(verb, case, about))
+        except WarplineError as error:
+            answer = ("fault" if _is_sound() else "poisoned", str(error))
+        except RuntimeError as error:  # torch's; after most of CUDA's nothing works any more in this process
+            answer = ("poisoned", str(error).splitlines()[0])
+        connection.send(answer)
+
+
+def _is_sound() -> bool:
+    """Whether the GPU still does what it is asked for."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Bench:
+    """A case on the GPU."""
+
+    def __init__(self) -> None:
+        self._open: tuple[str, str, dict[str, int]] | None = None
+        self._trial: Any = None
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def do(self, verb: str, case: Named, about: Any) -> Any:
+        name, dtype, dims = case
+        if self._open != (name, dtype, dict(dims)):
+            self._prepare(name, dtype, dims)
+        if verb == "check":
+            self._trial.check(tunables=about)
+        return self._times(about) if verb == "time" else None
+
+    def _prepare(self, name: str, dtype: str, dims: Dims) -> None:
+        import torch
+
+        from warpline.bench.timing import rotating_sets
+        from warpline.kernels import launch
+        from warpline.kernels.catalog import find
+        from warpline.kernels.verify import Trial, random_inputs
+
+        self._open = self._trial = None
+        self._inputs, self._outputs = [], []
+        torch.cuda.empty_cache()
+        spec = find(name)
+        sets = range(rotating_sets(spec.bytes(dims, dtype)))
+        self._trial = Trial(spec, dtype, dims, seed=1)
+        self._inputs = [random_inputs(spec, dtype, dims, seed, full=True) for seed in sets]
+        self._outputs = [launch.allocate(spec.outputs, dims, dtype, "cuda") for _ in sets]
+        self._open = name, dtype, dict(dims)
+
+    def _times(self, candidates: Sequence[dict[str, int]]) -> list[Times]:
+        from warpline.bench.timing import time_in_turn
+        from warpline.kernels import launch
+
+        spec, numbers = self._trial.spec, self._trial.spec.number_values(self._trial.dims)
+        pairs = list(zip(self._inputs, self._outputs, strict=True))
+
+        def way(tunables: dict[str, int]) -> Callable[[int], None]:
+            calls = [launch.Call(spec, i, outputs=o, tunables=tunables, numbers=numbers) for i, o in pairs]
+            return lambda i: calls[i].launch()
+
+        found = time_in_turn([way(tunables) for tunables in candidates], len(pairs))
+        return [(timing.median, timing.p20, timing.p80) for timing in found]

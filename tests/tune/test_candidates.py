@@ -1,0 +1,76 @@
+"""What a sweep tries, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from warpline.hardware import ARCH_LIMITS
+from warpline.kernels.catalog import CATALOG, find
+from warpline.kernels.compile import Report
+from warpline.kernels.spec import KernelSpec
+from warpline.tune.candidates import (
+    PER_ROUND,
+    WHOLE_GRID,
+    Case,
+    blocks_held,
+    cases,
+    first_round,
+    hopeless,
+    impossible,
+    near,
+)
+
+FINE = Report(registers=32, shared_bytes=0, stack_bytes=0, spill_bytes=0, seconds=0.1)
+
+
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_the_first_round_begins_with_the_default(spec: KernelSpec) -> None:
+    for case in cases([spec], ["fp16", "fp32"], "sm_90"):
+        plan = first_round(case)
+        assert plan[0] == case.default
+        assert len(set(plan)) == len(plan) <= max(WHOLE_GRID, 30)
+        assert all(case.allows(values) for values in plan)
+        assert impossible(case, case.default) is None
+
+
+def test_the_engines_shapes_are_swept() -> None:
+    """A batch of 16, 64 and 128 sequences of gpt2: every product that is left to our kernel."""
+    found = {case.shape for case in cases([find("matmul_bias")], ["fp16"], "sm_90")}
+    for rows in (16, 64, 128):
+        for outputs, inputs in ((2304, 768), (768, 768), (768, 3072)):
+            assert f"inputs={inputs} outputs={outputs} rows<={rows}" in found
+
+
+def test_shapes_of_one_class_are_one_case() -> None:
+    found = cases([find("flash_attention")], ["fp16"], "sm_90")
+    assert len(found) == len(find("flash_attention").bench_dims) - 1  # one of them is the same with a window
+    assert cases([find("layernorm")], ["bf16"], "sm_75") == []
+
+
+def test_neighbours_differ_in_one_or_two_and_are_the_same_every_time() -> None:
+    case = cases([find("matmul_bias")], ["fp16"], "sm_90")[0]
+    centre = case.default
+    found = near(case, centre, {centre}, PER_ROUND)
+    apart = [sum(a != b for a, b in zip(values, centre, strict=True)) for values in found]
+    assert apart == sorted(apart)
+    assert set(apart) <= {1, 2}
+    assert found == near(case, centre, {centre}, PER_ROUND)
+    assert not {*found} & {*near(case, centre, {centre, *found}, PER_ROUND)}
+
+
+def test_what_a_gpu_cannot_run_is_named(case: Case) -> None:
+    assert impossible(case, case.default) is None
+    turing = Case(find("matmul"), "fp16", {"rows": 64, "outputs": 768, "inputs": 3072}, "sm_75")
+    assert "shared memory" in (impossible(turing, (128, 256, 64, 2, 4, 1, 1, 3)) or "")
+    assert "clusters" in (impossible(turing, (64, 64, 32, 2, 2, 1, 4, 2)) or "")
+
+
+def test_the_compilers_report_prunes(case: Case) -> None:
+    values = (1024, 1)
+    assert hopeless(case, values, FINE) is None
+    spilled = Report(registers=64, shared_bytes=0, stack_bytes=8, spill_bytes=16, seconds=0.1)
+    assert hopeless(case, values, spilled) == "spilled registers"
+    greedy = Report(registers=128, shared_bytes=0, stack_bytes=0, spill_bytes=0, seconds=0.1)
+    assert ARCH_LIMITS["sm_90"].registers < 128 * 1024
+    assert blocks_held(case, values, greedy) == 0
+    assert "no room" in (hopeless(case, values, greedy) or "")
