@@ -105,7 +105,7 @@ def test_ways_in_turn_are_told_apart() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["tune", "layernorm", "fill_cache", "--dtype", "fp16", "--minutes", "1", "--save", str(tmp_path)]
+    arguments = ["tune", "layernorm", "append_attention", "--dtype", "fp16", "--minutes", "1", "--save", str(tmp_path)]
     with pytest.raises(SystemExit) as done:
         main(arguments)
     assert done.value.code == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from warpline.kernels.catalog import find
-from warpline.kernels.ladder.rung import Ladder, Rung, below
+from warpline.kernels.ladder.rung import Ladder, Rung, below, present
 from warpline.kernels.spec import THREADS_PER_WARP, Absent, Buffer, Dims, KernelSpec, Launch, Tunables, scratch
 
 _TOP = find("flash_attention")
@@ -18,8 +18,9 @@ _MOST_DEPTH_ALONE, _MOST_DEPTH_TILED = 64, 96
 def _with_scores(stored: bool) -> tuple[object, ...]:
     """The arguments, with the scores behind y where they are stored, or with nothing in their place."""
     scores: Buffer | Absent = scratch("scores", "batch heads queries keys") if stored else Absent("scores")
-    at = 1 + next(i for i, a in enumerate(_TOP.arguments) if isinstance(a, Buffer) and a.role == "output")
-    return (*_TOP.arguments[:at], scores, *_TOP.arguments[at:])
+    arguments = present(_TOP)
+    at = 1 + next(i for i, a in enumerate(arguments) if isinstance(a, Buffer) and a.role == "output")
+    return (*arguments[:at], scores, *arguments[at:])
 
 
 def _per_thread(dims: Dims, _tunables: Tunables, _dtype: str) -> Launch:

@@ -98,7 +98,7 @@ def below(
             "header": header,
             "function": function,
             "launch": launch,
-            "arguments": _present(top),
+            "arguments": present(top),
             "awaits": False,
             "tunables": {},
             "allows": lambda _dims, _tunables, _dtype: True,
@@ -111,7 +111,7 @@ def below(
     )
 
 
-def _present(top: KernelSpec) -> tuple[Buffer | Scalar, ...]:
+def present(top: KernelSpec) -> tuple[Buffer | Scalar, ...]:
     """The arguments that the op has: its lower rungs do not know those it does without."""
     return tuple(a for a in top.arguments if not isinstance(a, Absent))
 
@@ -120,6 +120,6 @@ def in_constant_memory(top: KernelSpec, name: str) -> dict[str, Any]:
     """The changes to a spec that put one of its inputs there."""
     buffer = next(replace(b, role="constant") for b in top.inputs if b.name == name)
     return {
-        "arguments": tuple(buffer if a.name == name else a for a in _present(top)),
+        "arguments": tuple(buffer if a.name == name else a for a in present(top)),
         "allows": lambda dims, _tunables, dtype: buffer.bytes(dims, dtype) <= CONSTANT_BYTES,
     }
