@@ -39,6 +39,9 @@ class Persistent(KernelsExecutor):
             raise self.made
         super().__init__(*arguments)
 
+    def compile_ahead(self, _state: object) -> None:
+        assert self.made is None
+
     def prepare(self, _state: object) -> None:
         if self.compiled is not None:
             raise self.compiled

@@ -60,6 +60,8 @@ class AutoExecutor(Executor):
         return chosen
 
     def _prefill(self, state: State) -> None:
+        if self._persistent is not None and state.batch <= self._most:
+            self._persistent.compile_ahead(state)
         self._graph._prefill(state)
 
     def _decode(self, state: State, n: int) -> None:

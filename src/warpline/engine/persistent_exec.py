@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,15 @@ from warpline.engine.state import State
 from warpline.engine.tape import record
 from warpline.errors import ConfigError, DeviceError
 from warpline.kernels import persistent
+from warpline.kernels.compile import Binary, compile_one
 from warpline.kernels.launch import arch_of
 from warpline.kernels.spec import THREADS_PER_WARP
 from warpline.model.weights import Weights
 
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
+#: Where decoders are compiled while prompts are computed.
+_COMPILING = ThreadPoolExecutor(1)
 
 
 class PersistentExecutor(Executor):
@@ -66,12 +70,24 @@ class PersistentExecutor(Executor):
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None
+        self._ahead: dict[persistent.DecodeProgram, Future[Binary[persistent.DecodeProgram]]] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: Tensor | None = None
 
     def prepare(self, state: State) -> None:
         """Compile and load what decodes this batch; an error says why this GPU cannot."""
-        persistent.load(self._decoder(state), self._index)
+        self._loaded(self._decoder(state))
+
+    def compile_ahead(self, state: State) -> None:
+        """Begin to compile what decodes this batch; whoever needs it waits for it."""
+        program = self._decoder(state)
+        if program not in self._ahead and state.batch <= self.extents.most_rows:
+            self._ahead[program] = _COMPILING.submit(compile_one, program, self.extents.arch)
+
+    def _loaded(self, program: persistent.DecodeProgram) -> persistent.DecodeKernel:
+        if (ahead := self._ahead.get(program)) is not None:
+            ahead.result()
+        return persistent.load(program, self._index)
 
     def check(self) -> None:
         """Whether a launch had to end itself."""
@@ -83,6 +99,7 @@ class PersistentExecutor(Executor):
             )
 
     def _prefill(self, state: State) -> None:
+        self.compile_ahead(state)
         self._prompts.run(state)
 
     def _decode(self, state: State, n: int) -> None:
@@ -105,7 +122,7 @@ class PersistentExecutor(Executor):
         logits = self._launch(state, 1, program)
         torch.cuda.synchronize(self.device)
         self.check()
-        exchanged = persistent.load(program, self._index).exchanged()
+        exchanged = self._loaded(program).exchanged()
         seen = {name: values[: state.batch].clone() for name, values in exchanged.items()}
         seen["logits"] = logits.clone()
         with torch.inference_mode():
@@ -167,5 +184,5 @@ class PersistentExecutor(Executor):
             "scale_by_layer": int(config.scale_attn_by_inverse_layer_idx),
         }
         with torch.cuda.device(self._index):
-            persistent.load(program, self._index).launch(n, tensors, numbers)
+            self._loaded(program).launch(n, tensors, numbers)
         return self._logits[:batch]

@@ -145,6 +145,12 @@ def choices(found: Sequence[Row]) -> list[Choice]:
     ]
 
 
+def varying(found: Sequence[Row]) -> set[str]:
+    """The dimensions in which rows of a kernel differ; all if there is one row."""
+    names = set(found[0]["dims"])
+    return {name for name in names if len({row["dims"][name] for row in found}) > 1} or names
+
+
 def heat_map(found: Sequence[Row]) -> Figure:
     """A line for each kernel and dtype, a square for each of its shapes: how much of the default's time is saved."""
     from warpline.bench.charts import canvas
@@ -161,7 +167,7 @@ def heat_map(found: Sequence[Row]) -> Figure:
     image = axes.imshow(shares, cmap="YlOrBr", vmin=0, vmax=most, aspect="auto")
     for y, group in enumerate(lines.values()):
         for x, row in enumerate(group):
-            text = "×".join(map(str, row["dims"].values()))
+            text = "×".join(str(extent) for name, extent in row["dims"].items() if name in varying(group))
             marks = {"improved": f"{shares[y][x]:.0f} %", "confirmed": "·", "kept": "·"}
             saved = marks.get(row["verdict"], row["verdict"])
             colour = "white" if shares[y][x] > 0.6 * most else "black"
