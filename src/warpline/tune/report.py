@@ -39,6 +39,7 @@ def _row(result: Result) -> Row:
         "shape": case.shape,
         "digest": case.digest,
         "basis": result.basis,
+        "overlapping": case.variant(case.default).overlapping,
         "default": case.tunables(case.default),
         "default_us": best.default_us if best is not None else None,
         "best": case.tunables(best.values) if best is not None else None,
