@@ -20,7 +20,8 @@ def machines() -> dict[str, list[report.Row]]:
     found = {}
     for path in sorted((ROOT / "results").glob("*/tune.jsonl")):
         rows = [row for row in report.read(path) if row["kernel"] in CATALOG]
-        found[path.parent.name] = sorted(rows, key=lambda row: (order.index(row["kernel"]), row["dtype"]))
+        rows.sort(key=lambda row: (order.index(row["kernel"]), row["dtype"], row.get("overlapping", False)))
+        found[path.parent.name] = rows
     return dict(sorted(found.items(), key=lambda item: item[1][0]["basis"]))
 
 
@@ -61,7 +62,8 @@ def draw() -> None:
 def shipped() -> dict[Path, str]:
     """The files of choices inside the package."""
     gpus = {rows[0]["gpu"]: rows for rows in machines().values()}
-    return {choices.shipped_file(gpu): choices.text(gpu, report.choices(rows)) for gpu, rows in gpus.items()}
+    made = {gpu: [one for one in report.choices(rows) if one.tunables is not None] for gpu, rows in gpus.items()}
+    return {choices.shipped_file(gpu): choices.text(gpu, found) for gpu, found in made.items()}
 
 
 def ship() -> None:

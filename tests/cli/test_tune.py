@@ -60,12 +60,14 @@ def grid() -> int:
 def test_candidates_are_compiled_and_listed(run: Run) -> None:
     code, out, err = run("tune", "sample", "--dtype", "fp16")
     assert (code, err) == (0, "")
-    assert "3 cases compiled for sm_90" in out
+    assert "6 cases compiled for sm_90" in out
     assert out.splitlines()[-1].endswith(
         "timing them needs a CUDA GPU: run this where there is one, or see --gpu and --from"
     )
     listed = json.loads(run("tune", "sample", "--dtype", "fp16", "--json")[1])
-    assert [len(case["candidates"]) + sum(case["pruned"].values()) for case in listed["cases"]] == 3 * [grid()]
+    assert [len(case["candidates"]) + sum(case["pruned"].values()) for case in listed["cases"]] == 6 * [
+        grid()
+    ]  # alone and overlapping
 
 
 def test_what_there_is_no_time_for_is_said(run: Run) -> None:

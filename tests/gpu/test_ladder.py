@@ -80,7 +80,7 @@ def test_rows_are_whole(ladder: Ladder) -> None:
         assert row["status"] == "ok"
         assert row["gpu"] == torch.cuda.get_device_name()
         assert row["us_p20"] <= row["us"] <= row["us_p80"]
-        assert 0 < row["percent_of_roof"] < 120
+        assert 0 <= row["percent_of_roof"] < 120  # small shapes are far from it
         assert (row["gain"] is None) == (row["kind"] == "yardstick" or row["rung"] == ladder.rungs[0].name)
     assert markdown(rows)
     assert svg(rows)

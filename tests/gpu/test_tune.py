@@ -18,7 +18,7 @@ from warpline.kernels.verify import Trial, random_inputs
 from warpline.tune.candidates import Case
 from warpline.tune.journal import Journal
 from warpline.tune.sweep import Result, Sweep
-from warpline.tune.worker import Fault, Worker
+from warpline.tune.worker import Fault, Named, Worker
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +51,16 @@ def test_a_sweep_finds_goes_on_and_is_picked_up(monkeypatch: pytest.MonkeyPatch)
         assert result.best is not None
         assert result.timed > 5
         assert result.best.ratio <= 1
-    monkeypatch.setattr(Worker, "open", lambda *_: pytest.fail("measured again"))
-    again = sweep(*cases)
-    assert [one.best for one in again] == [one.best for one in results]
+    known = {(one.case.spec.name, values) for one in results for values in one.attempts}
+    check = Worker.check
+
+    def never_twice(self: Worker, named: Named, tunables: dict[str, int]) -> None:
+        assert (named[0], tuple(tunables.values())) not in known, "measured again"
+        check(self, named, tunables)
+
+    monkeypatch.setattr(Worker, "check", never_twice)
+    again = sweep(*cases)  # may look further around the best
+    assert all({*before.attempts} <= {*after.attempts} for before, after in zip(results, again, strict=True))
 
 
 def used(spec: KernelSpec, dims: Dims, **options: str) -> dict[str, int]:
@@ -76,7 +83,7 @@ def test_a_launch_takes_what_is_stored() -> None:
 
 
 def test_wrong_candidates_and_impossible_ones_are_faults() -> None:
-    worker, named = Worker(), ("layernorm", "fp16", LAYERNORM)
+    worker, named = Worker(), ("layernorm", "fp16", LAYERNORM, False)
     try:
         worker.open(named)
         with pytest.raises(Fault, match="tunables are block, row_warps"):
@@ -90,7 +97,7 @@ def test_wrong_candidates_and_impossible_ones_are_faults() -> None:
 
 def test_a_hanging_queue_is_survived() -> None:
     """A time limit that nothing can keep stands for a kernel that never ends."""
-    hasty, named = Worker(patience=0.001), ("layernorm", "fp16", LAYERNORM)
+    hasty, named = Worker(patience=0.001), ("layernorm", "fp16", LAYERNORM, False)
     with pytest.raises(Fault, match="no answer within"):
         hasty.open(named)
     hasty._patience = 1.0

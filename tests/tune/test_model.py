@@ -9,6 +9,7 @@ from warpline.hardware import known_gpu
 from warpline.kernels.catalog import find
 from warpline.kernels.choices import PROJECTED
 from warpline.kernels.compile import Report
+from warpline.tune import report
 from warpline.tune.candidates import Case, cases
 from warpline.tune.model import FINALISTS, is_told_apart, microseconds, project
 
@@ -54,8 +55,8 @@ def test_projections_are_marked_and_checked_by_the_compiler() -> None:
     tiles, row_op = project(found, T4)
     assert tiles.improved
     assert tiles.timed + len(tiles.pruned) == 1 + FINALISTS
-    choice = tiles.choice()
-    assert choice is not None
+    (choice,) = report.choices(report.rows([tiles], {"gpu": T4.name}))
+    assert choice.tunables is not None
     assert choice.basis == PROJECTED
     assert not is_told_apart(row_op.case)
     assert not row_op.improved

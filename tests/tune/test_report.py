@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def attempt(values: tuple[int, int], us: float) -> Attempt:
 @pytest.fixture
 def results(case: Case) -> list[Result]:
     """One improved, one confirmed, one that failed, one without time."""
-    _, second, third, fourth, *_ = cases([find("layernorm")], ["fp16"], "sm_90")
+    _, second, third, fourth, *_ = (one for one in cases([find("layernorm")], ["fp16"], "sm_90") if not one.overlapping)
     improved = Result(case, attempts={(128, 1): attempt((128, 1), 10.0), (256, 2): attempt((256, 2), 8.0)})
     improved.attempts[512, 1] = Attempt((512, 1), why="no answer within 20 s")
     improved.pruned[1024, 1] = "spilled registers"
@@ -54,10 +55,11 @@ def test_rows_say_everything(results: list[Result]) -> None:
 def test_table_and_summary(results: list[Result]) -> None:
     rows = report.rows(results, ORIGIN)
     lines = [report.line(row) for row in rows]
-    assert lines[0][3:] == ("128 1", "10.00", "block 128→256, row_warps 1→2", "8.00", "20 %", "2", "1", "1", "0")
-    assert lines[1][5:8] == ("default", "10.00", "confirmed")
-    assert lines[2][4:8] == ("n/a", "the default fails: y differs", "n/a", "failed")
-    assert lines[3][4:8] == ("n/a", "there was no time", "n/a", "left out")
+    assert lines[0][3:8] == ("alone", "128 1", "10.00", "block 128→256, row_warps 1→2", "8.00")
+    assert lines[0][8:] == ("20 %", "2", "1", "1", "0")
+    assert lines[1][6:9] == ("default", "10.00", "confirmed")
+    assert lines[2][5:9] == ("n/a", "the default fails: y differs", "n/a", "failed")
+    assert lines[3][5:9] == ("n/a", "there was no time", "n/a", "left out")
     assert all(len(line) == len(report.TITLES) for line in lines)
     text = report.summary(rows)
     assert text.startswith("4 cases: 1 improved (by 20 to 20 %, median 20 %), 1 confirmed, 1 failed, 1 left out;")
@@ -73,13 +75,31 @@ def test_a_model_confirms_nothing(case: Case) -> None:
     assert report.summary([row]).startswith("1 cases: 0 improved, 1 kept; projected from")
 
 
-def test_only_improvements_are_shipped_and_the_newest_counts(results: list[Result]) -> None:
+def test_a_choice_is_an_improvement_or_none_and_the_newest_counts(results: list[Result]) -> None:
     rows = report.rows(results, ORIGIN)
-    (choice,) = report.choices(rows)
+    improved, confirmed = report.choices(rows)
+    assert (improved.tunables, confirmed.tunables) == ({"block": 256, "row_warps": 2}, None)
+    assert (improved.kernel, improved.dtype, improved.shape, improved.digest) == results[0].case.key
+    again = rows[0] | {"verdict": "confirmed", "best": rows[0]["default"]}
+    assert [choice.tunables for choice in report.choices([*rows, again])] == [None, None]
+
+
+def test_a_choice_is_good_in_every_way_to_launch(case: Case) -> None:
+    """Alone (512, 1) is best and overlapping (1024, 4), each slower the other way; (256, 2) is good in both."""
+
+    def row(overlapping: bool, *us: float) -> report.Row:
+        times = dict(zip(((128, 1), (256, 2), (512, 1), (1024, 4)), (10.0, *us), strict=True))
+        result = Result(replace(case, overlapping=overlapping), attempts={v: attempt(v, t) for v, t in times.items()})
+        return report.rows([result], ORIGIN)[0]
+
+    alone, chained = row(False, 9.0, 7.0, 11.0), row(True, 9.5, 10.1, 6.0)
+    (choice,) = report.choices([alone, chained])
     assert choice.tunables == {"block": 256, "row_warps": 2}
-    assert choice == results[0].choice()
-    confirmed = rows[0] | {"verdict": "confirmed", "best": rows[0]["default"]}
-    assert report.choices([*rows, confirmed]) == []
+    (choice,) = report.choices([alone, row(True, 10.2, 10.1, 6.0)])
+    assert choice.tunables is None
+    other = chained | {"digest": "of other code", "time": "2030"}
+    (choice,) = report.choices([alone, other])
+    assert (choice.digest, choice.tunables) == ("of other code", {"block": 1024, "row_warps": 4})
 
 
 def test_a_recorded_sweep_is_read_back(results: list[Result], tmp_path: Path) -> None:

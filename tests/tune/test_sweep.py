@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.tune import standin
 from tests.tune.conftest import GPU
 from warpline.kernels import choices
 from warpline.kernels.catalog import find
+from warpline.tune import report
 from warpline.tune import worker as worker_module
 from warpline.tune.candidates import Case, cases, first_round
 from warpline.tune.journal import Attempt, Journal
@@ -51,9 +53,7 @@ def test_bad_candidates_are_named_and_the_best_is_found(case: Case) -> None:
 
 
 def test_the_best_is_stored_and_picked_up(case: Case) -> None:
-    choice = sweep(case).choice()
-    assert choice is not None
-    choices.remember(GPU, [choice])
+    choices.remember(GPU, report.choices(report.rows([sweep(case)], {"gpu": GPU})))
     found = choices.stored(case.spec, "fp16", case.dims, GPU)
     assert found == {"block": 1024, "row_warps": 4}
 
@@ -124,7 +124,7 @@ def test_a_default_that_fails_ends_its_case(case: Case) -> None:
     other = cases([find("layernorm")], ["fp32"], "sm_90")[0]
     results = Sweep([case, other], Worker(standin.serve_and_fail_the_default), Journal(GPU), 5.0).run()
     assert [result.why for result in results] == ["the default fails: y is off by 3"] * 2
-    assert [result.choice() for result in results] == [None, None]
+    assert report.choices(report.rows(results, {"gpu": GPU})) == []
     again = Sweep([case], Worker(standin.serve_and_fail_the_default), Journal(GPU), 5.0).run()
     assert again[0].why == "the default fails: y is off by 3"
 
@@ -136,7 +136,7 @@ def test_what_there_is_no_time_for_is_left_out(case: Case) -> None:
     assert not standin.log().exists()
 
 
-def timed(values: tuple[int, int], us: float, usual: float, spread: float = 0.01) -> Attempt:
+def timed(values: tuple[int, ...], us: float, usual: float, spread: float = 0.01) -> Attempt:
     return Attempt(values, us, us * (1 - spread), us * (1 + spread), usual, usual * (1 - spread))
 
 
@@ -146,9 +146,19 @@ def test_a_gain_within_the_noise_is_none(case: Case) -> None:
         other = timed((256, 1), us, 10.0, spread)
         result = Result(case, attempts={one.values: one for one in (default, other)})
         assert result.improved == improved
-        choice = result.choice()
-        assert choice is not None
+        (choice,) = report.choices(report.rows([result], {"gpu": GPU}))
         assert choice.tunables == ({"block": 256, "row_warps": 1} if improved else None)
+
+
+def test_what_is_best_in_one_way_is_tried_in_the_other(case: Case) -> None:
+    twin = replace(case, overlapping=True)
+    for values in ((1024, 4), (256, 2)):
+        found = Sweep([case, twin], Worker(standin.serve), Journal(GPU), 5.0)
+        attempts = [timed(case.default, 10.0, 10.0), timed(values, 8.0, 10.0)]
+        found.results[1].attempts |= {one.values: one for one in attempts}
+        found.results[0].centre = case.default  # nothing else to look for
+        found.results[0].attempts[case.default] = attempts[0]
+        assert found._plan(found.results[0]) == [values]
 
 
 def test_one_that_scatters_does_not_hide_another(case: Case) -> None:
@@ -180,11 +190,11 @@ def test_a_case_goes_on_from_its_best_until_that_stays(case: Case) -> None:
 
 def test_worker_that_is_stopped_says_so() -> None:
     worker = Worker(standin.serve)
-    worker.open(("layernorm", "fp16", {"rows": 1}))
+    worker.open(("layernorm", "fp16", {"rows": 1}, False))
     worker.stop()
     worker.stop()
     with pytest.raises(Fault, match="an illegal address"):
-        worker.check(("layernorm", "fp16", {"rows": 1}), {"block": 256, "row_warps": 1})
+        worker.check(("layernorm", "fp16", {"rows": 1}, False), {"block": 256, "row_warps": 1})
     worker.stop()
 
 

@@ -63,6 +63,7 @@ def tune(
         return
 
     from warpline.bench.rows import append, provenance
+    from warpline.kernels import choices
 
     origin = provenance()
     stopped = False
@@ -79,6 +80,9 @@ def tune(
     rows = report.rows(results, origin)
     if not rows:
         raise ConfigError("nothing was measured: give it more --minutes" if not stopped else "nothing was measured yet")
+    made = report.choices(rows)
+    if target is None and made:
+        typer.echo(f"{len(made)} choices kept in {choices.remember(origin['gpu'], made)}", err=True)
     if save is not None and not stopped:
         append(save, "tune", rows)
     _show(rows, as_json, picture)
@@ -95,10 +99,9 @@ def _gpu(name: str) -> Device:
 
 
 def _sweep(specs: list[Any], dtypes: list[str], minutes: float, fresh: bool) -> tuple[list[Any], bool]:
-    """The results so far, and whether it was interrupted; what is best is stored."""
+    """The results so far, and whether it was interrupted."""
     import torch
 
-    from warpline.kernels import choices
     from warpline.kernels.launch import arch_of
     from warpline.progress import progress
     from warpline.tune.candidates import cases
@@ -114,9 +117,6 @@ def _sweep(specs: list[Any], dtypes: list[str], minutes: float, fresh: bool) -> 
             sweep.run(advance)
         except KeyboardInterrupt:
             stopped = True
-    made = [choice for result in sweep.results if (choice := result.choice()) is not None]
-    if made:
-        typer.echo(f"{len(made)} choices kept in {choices.remember(name, made)}", err=True)
     return sweep.results, stopped
 
 

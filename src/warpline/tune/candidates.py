@@ -23,12 +23,14 @@ Values = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One kernel, dtype and shape to find the best tunables for, on one arch."""
+    """One kernel, dtype and shape to find the best tunables for, on one arch: launched alone, or each launch beginning
+    before the one ahead has ended, as in the engine's graphs."""
 
     spec: KernelSpec
     dtype: str
     dims: Dims
     arch: str
+    overlapping: bool = False
 
     @property
     def shape(self) -> str:
@@ -42,13 +44,18 @@ class Case:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What a result is kept under."""
+        """What a choice is kept under."""
         return self.spec.name, self.dtype, self.shape, self.digest
+
+    @property
+    def way(self) -> str:
+        """How it is launched."""
+        return "overlapping" if self.overlapping else "alone"
 
     @property
     def label(self) -> str:
         """For people."""
-        return f"{self.spec.name} {self.dtype} {'×'.join(map(str, self.dims.values()))}"
+        return f"{self.spec.name} {self.dtype} {'×'.join(map(str, self.dims.values()))} {self.way}"
 
     @property
     def default(self) -> Values:
@@ -64,8 +71,9 @@ class Case:
         return dict(zip(self.spec.tunables, values, strict=True))
 
     def variant(self, values: Values) -> Variant:
-        """What is compiled: launches overlap where they can, as in the engine's graphs."""
-        return Variant.of(self.spec, self.dtype, self.dims, self.arch, self.tunables(values), overlapping=True)
+        """What is compiled."""
+        tunables = self.tunables(values)
+        return Variant.of(self.spec, self.dtype, self.dims, self.arch, tunables, overlapping=self.overlapping)
 
     def allows(self, values: Values) -> bool:
         """Whether the kernel can be built so."""
@@ -73,14 +81,16 @@ class Case:
 
 
 def cases(specs: Sequence[KernelSpec], dtypes: Sequence[str], arch: str) -> list[Case]:
-    """Every bench shape; of shapes of one class the first stands for all."""
+    """Every bench shape, launched in every way that there is; of shapes of one class the first stands for all."""
     found: dict[tuple[str, ...], Case] = {}
+    ways = (False, True) if arch_number(arch) >= 90 else (False,)
     for spec in specs:
         for dtype in dtypes:
             if spec.runs_on(dtype, arch) and spec.tunables:
                 for dims in spec.bench_dims:
-                    case = Case(spec, dtype, dims, arch)
-                    found.setdefault(case.key, case)
+                    for overlapping in ways:
+                        case = Case(spec, dtype, dims, arch, overlapping)
+                        found.setdefault((*case.key, case.way), case)
     return list(found.values())
 
 

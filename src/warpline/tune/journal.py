@@ -46,14 +46,14 @@ class Journal:
 
     def known(self, case: Case) -> dict[Values, Attempt]:
         """What was found out about a case, with the code it has now."""
-        return dict(self._known.get(case.key, {}))
+        return dict(self._known.get((*case.key, case.way), {}))
 
     def write(self, case: Case, attempts: Sequence[Attempt]) -> None:
         """Keep attempts, all of them or, if the process ends here, none."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                line = json.dumps({"case": case.key, "attempts": [asdict(one) for one in attempts]}) + "\n"
+                line = json.dumps({"case": (*case.key, case.way), "attempts": [asdict(one) for one in attempts]}) + "\n"
                 file.write("\n" + line if self._torn else line)
                 self._torn = False
         except OSError as error:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.errors import ConfigError
 from warpline.kernels.choices import MEASURED, PROJECTED, Choice
-from warpline.tune.sweep import Result
+from warpline.tune.sweep import NOISE, Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-TITLES = ("kernel", "dtype", "shape", "default", "µs", "best", "µs", "gain", "tried", "failed", "pruned", "left out")
+TITLES = (
+    *("kernel", "dtype", "shape", "launches", "default", "µs", "best", "µs", "gain"),
+    *("tried", "failed", "pruned", "left out"),
+)
 
 
 def rows(results: Sequence[Result], origin: Row) -> list[Row]:
@@ -39,7 +42,7 @@ def _row(result: Result) -> Row:
         "shape": case.shape,
         "digest": case.digest,
         "basis": result.basis,
-        "overlapping": case.variant(case.default).overlapping,
+        "overlapping": case.overlapping,
         "default": case.tunables(case.default),
         "default_us": best.default_us if best is not None else None,
         "best": case.tunables(best.values) if best is not None else None,
@@ -69,8 +72,12 @@ def read(path: Path) -> list[Row]:
 
 
 def newest(found: Sequence[Row]) -> list[Row]:
-    """The last row of each GPU, kernel, dtype and shape class."""
-    return list({(row["gpu"], row["kernel"], row["dtype"], row["shape"]): row for row in found}.values())
+    """The last row of each GPU, kernel, dtype, shape class and way to launch."""
+    return list({(*_key(row), row.get("overlapping", False)): row for row in found}.values())
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["gpu"], row["kernel"], row["dtype"], row["shape"]
 
 
 def gain(row: Row) -> float | None:
@@ -87,6 +94,7 @@ def line(row: Row) -> tuple[str, ...]:
         row["kernel"],
         row["dtype"],
         "×".join(map(str, row["dims"].values())),
+        "overlapping" if row.get("overlapping") else "alone",
         " ".join(map(str, row["default"].values())),
         us[0],
         changes(row),
@@ -138,12 +146,30 @@ def failures(found: Sequence[Row]) -> list[str]:
 
 
 def choices(found: Sequence[Row]) -> list[Choice]:
-    """What to ship: choices that differ from the default."""
-    return [
-        Choice(row["kernel"], row["dtype"], row["shape"], row["digest"], row["best"], row["basis"])
-        for row in newest(found)
-        if row["verdict"] == "improved"
-    ]
+    """What follows for each shape class from the newest rows of its newest source."""
+    classes: dict[tuple[str, ...], list[Row]] = {}
+    for row in newest(found):
+        if row["best"] is not None:
+            classes.setdefault(_key(row), []).append(row)
+    made = []
+    for rows in classes.values():
+        last = max(rows, key=lambda row: str(row.get("time", "")))
+        rows = [row for row in rows if row["digest"] == last["digest"]]
+        tunables = _steady(rows) if len(rows) > 1 else last["best"] if last["verdict"] == "improved" else None
+        made.append(Choice(last["kernel"], last["dtype"], last["shape"], last["digest"], tunables, last["basis"]))
+    return made
+
+
+def _steady(rows: Sequence[Row]) -> dict[str, int] | None:
+    """Of the candidates that were timed in every way to launch and are never slower than the default, the one that
+    saves most on the whole, unless that is noise. A chain of one kernel is not the engine's chain of different ones:
+    what is good alone and overlapping was found to be good there, what is good in one way only may lose."""
+    ways = [{tuple(values): us / usual for *values, us, usual in row["times"]} for row in rows]
+    common = [values for values in ways[0] if all(way.get(values, 2.0) <= 1 for way in ways)]
+    best = min(common, key=lambda values: sum(way[values] for way in ways))
+    if sum(way[best] for way in ways) > (1 - NOISE[MEASURED]) * len(ways):
+        return None
+    return dict(zip(rows[0]["default"], best, strict=True))
 
 
 def varying(found: Sequence[Row]) -> set[str]:
@@ -158,7 +184,8 @@ def heat_map(found: Sequence[Row]) -> Figure:
 
     lines: dict[str, list[Row]] = {}
     for row in found:
-        lines.setdefault(f"{row['kernel']} {row['dtype']}", []).append(row)
+        way = " overlapping" if row.get("overlapping") else ""
+        lines.setdefault(f"{row['kernel']} {row['dtype']}{way}", []).append(row)
     width = max(map(len, lines.values()))
     blank = [float("nan")] * width
     shares = [([100 * (gain(row) or 0.0) for row in group] + blank)[:width] for group in lines.values()]

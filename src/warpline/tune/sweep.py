@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from warpline.errors import KernelError
-from warpline.kernels.choices import MEASURED, PROJECTED, Choice
+from warpline.kernels.choices import MEASURED, PROJECTED
 from warpline.kernels.compile import Report, compile_one
 from warpline.kernels.spec import Variant
 from warpline.tune.candidates import PER_ROUND, Case, Values, first_round, hopeless, impossible, near
@@ -68,14 +68,6 @@ class Result:
     def faults(self) -> dict[Values, str]:
         """Candidates that failed, and why."""
         return {values: one.why for values, one in self.attempts.items() if one.why is not None}
-
-    def choice(self) -> Choice | None:
-        """What is to be stored."""
-        if self.best is None:
-            return None
-        tunables = self.case.tunables(self.best.values) if self.improved else None
-        kernel, dtype, shape, digest = self.case.key
-        return Choice(kernel, dtype, shape, digest, tunables, self.basis)
 
     def plan(self) -> list[Values]:
         """What to try next: nothing if the last round's best is the best still."""
@@ -134,6 +126,9 @@ class Sweep:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.results = [Result(case, attempts=journal.known(case)) for case in cases]
+        self._twins: dict[tuple[str, ...], list[Result]] = {}
+        for result in self.results:
+            self._twins.setdefault(result.case.key, []).append(result)
         self._worker, self._journal, self._clock = worker, journal, clock
         self._deadline = clock() + 60 * minutes
 
@@ -142,7 +137,7 @@ class Sweep:
         compiled = Ahead(spare=1)  # for the process that measures
         try:
             for _ in range(ROUNDS):
-                plans = [(result, result.plan()) for result in self.results]
+                plans = [(result, self._plan(result)) for result in self.results]
                 plans = [(result, plan) for result, plan in plans if plan]
                 if self._clock() >= self._deadline:
                     for result, plan in plans:
@@ -163,6 +158,13 @@ class Sweep:
             self._worker.stop()
             compiled.stop()
         return self.results
+
+    def _plan(self, result: Result) -> list[Values]:
+        """What to try next, and whatever is best when it is launched in another way."""
+        plan = result.plan()
+        others = [one.best.values for one in self._twins[result.case.key] if one.best is not None]
+        known = {*plan, *result.attempts, *result.pruned}
+        return plan + [values for values in dict.fromkeys(others) if values not in known and result.why is None]
 
     def _visit(self, result: Result, plan: Sequence[Values], compiled: Ahead, until: float) -> None:
         """One round of one case."""
@@ -250,4 +252,4 @@ def listed(cases: Sequence[Case], minutes: float, advance: Callable[[float], Non
 
 
 def _named(case: Case) -> Named:
-    return case.spec.name, case.dtype, dict(case.dims)
+    return case.spec.name, case.dtype, dict(case.dims), case.overlapping

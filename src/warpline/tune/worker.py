@@ -18,8 +18,8 @@ from warpline.kernels.spec import Dims
 #: Seconds that a process may take: to start and make a case's inputs, to check a candidate, to time a round of them.
 OPENING, CHECKING, TIMING = 120.0, 20.0, 60.0
 
-#: Kernel, dtype, dimensions.
-Named = tuple[str, str, Dims]
+#: Kernel, dtype, dimensions, whether launches overlap.
+Named = tuple[str, str, Dims, bool]
 #: Median, 20th and 80th percentile of a launch in microseconds.
 Times = tuple[float, float, float]
 
@@ -126,12 +126,12 @@ class _Bench:
         self._outputs: list[Any] = []
 
     def do(self, verb: str, case: Named, about: Any) -> Any:
-        name, dtype, dims = case
+        name, dtype, dims, overlapping = case
         if self._open != (name, dtype, dict(dims)):
             self._prepare(name, dtype, dims)
         if verb == "check":
-            self._trial.check(tunables=about, overlapping=True)
-        return self._times(about) if verb == "time" else None
+            self._trial.check(tunables=about, overlapping=overlapping)
+        return self._times(about, overlapping) if verb == "time" else None
 
     def _prepare(self, name: str, dtype: str, dims: Dims) -> None:
         import torch
@@ -151,7 +151,7 @@ class _Bench:
         self._outputs = [launch.allocate(spec.outputs, dims, dtype, "cuda") for _ in sets]
         self._open = name, dtype, dict(dims)
 
-    def _times(self, candidates: Sequence[dict[str, int]]) -> list[Times]:
+    def _times(self, candidates: Sequence[dict[str, int]], overlapping: bool) -> list[Times]:
         from warpline.bench.timing import time_in_turn
         from warpline.kernels import launch
 
@@ -159,7 +159,7 @@ class _Bench:
         pairs = list(zip(self._inputs, self._outputs, strict=True))
 
         def way(tunables: dict[str, int]) -> Callable[[int], None]:
-            options = {"tunables": tunables, "numbers": numbers, "overlapping": True}  # as the engine launches
+            options = {"tunables": tunables, "numbers": numbers, "overlapping": overlapping}
             calls = [launch.Call(spec, i, outputs=o, **options) for i, o in pairs]
             return lambda i: calls[i].launch()
 
