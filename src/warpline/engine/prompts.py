@@ -71,12 +71,13 @@ class Pass:
         self.logits = room(batch, config.vocab_size)
         last = room(batch, config.n_embd)
         picked = [self.projected.view(batch, length, -1), self.middle.view(batch, length, -1), state.length[:batch]]
-        steps = [
+        #: The table of this pass, for whoever wants to know what its kernels are.
+        self.bound = [
             *self._body(state),
             Bound(find("last_residual"), picked, [last], {}),
             *ending(weights, state, end, last, self.logits),
         ]
-        self._steps = bind(steps, overlapping=True)
+        self._steps = bind(self.bound, overlapping=True)
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 

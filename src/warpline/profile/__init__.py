@@ -1,0 +1,1 @@
+"""Where time goes: collect → `Session` (one JSON file) → tree, classes, roofline, verdict → render."""

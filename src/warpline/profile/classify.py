@@ -1,0 +1,89 @@
+"""What kind of operation a kernel or an operator is, by its name: GEMM, attention, reduction, elementwise, memory. What
+no rule knows is "other" and is listed, not guessed. Knows no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from warpline.profile.session import KernelRow, Phase
+
+CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "other")
+
+#: Our own by what their time goes to, whatever else they do.
+_OURS = {
+    "GEMM": r"matvec|matmul|head_argmax|products",
+    "attention": r"attention",
+    "reduction": r"layernorm|softmax|sample|last_residual",
+    "elementwise": r"gelu|append_token|noise",
+    "memory": r"embedding",
+}
+#: Operators of torch on the host: the whole name.
+_OPERATORS = {
+    "GEMM": r"mm|bmm|addmm_?|baddbmm|matmul|linear|einsum|mv|addmv_?|dot|_?addmm_activation|mkldnn_linear|"
+    r"_mkl_linear|_linear_pointwise",
+    "attention": r"_?scaled_dot_product.*|_(flash|efficient|cudnn)_attention.*|_?native_multi_head_attention",
+    "reduction": r"(native_)?layer_norm|_?(log_)?softmax|sum|mean|var|var_mean|std|norm|max|min|amax|amin|argmax|argmin|"
+    r"any|all|cumsum|topk|sort|prod|isfinite|_is_all_true|_local_scalar_dense|item|is_nonzero|equal|logsumexp",
+    "elementwise": r"(add|sub|rsub|mul|div|pow|tanh|exp|log|neg|abs|sqrt|rsqrt|gelu|relu|silu|sigmoid|where|masked_fill|"
+    r"maximum|minimum|clamp.*|eq|ne|lt|le|gt|ge|logical_.*|bitwise_.*|__.*__|floor_divide|remainder|tril|triu|dropout)_?",
+    "memory": r"(copy|clone|contiguous|to|_to_copy|cat|stack|index|index_select|index_put|_index_put_impl|gather|scatter.*|"
+    r"embedding|view|_unsafe_view|reshape|_reshape_alias|transpose|permute|t|expand|as_strided|slice|select|narrow|split.*|"
+    r"chunk|unsqueeze|squeeze|flatten|unflatten|empty.*|new_.*|zeros.*|ones.*|full.*|fill|zero|arange|lift_fresh|alias|"
+    r"detach|resolve_.*|repeat.*|resize|set|numpy_T|pad|constant_pad_nd|index_copy|scalar_tensor|_pin_memory|unbind)_?",
+}
+#: Kernels of others on a GPU: the first rule of which something is found in the name.
+_KERNELS = (
+    ("memory", r"^Memcpy|^Memset|^memcpy|^memset"),
+    ("attention", r"flash|fmha|attention|sdpa|mha_"),
+    ("GEMM", r"gemm|gemv|cutlass|wgmma|sgemm|xmma|cublas|splitK|dot_kernel|_mm_|\bnvjet"),
+    ("reduction", r"layer_norm|layernorm|softmax|reduce|argmax|triton_(red|per)_|norm_kernel|cub::.*(Scan|Sort)|topk|sort"),
+    ("memory", r"copy|Copy|cat|Cat|gather|scatter|index|Index|embedding|transpose|fill|Fill|arange"),
+    ("elementwise", r"elementwise|triton_poi_|gelu|where|compare|binary|unary|pointwise"),
+)
+_HOST = re.compile(r"^[a-z_]+::")
+
+
+def classify(name: str) -> str:
+    """The class of a kernel or an operator."""
+    if name.startswith("warpline_"):
+        return next((kind for kind, rule in _OURS.items() if re.search(rule, name)), "other")
+    if _HOST.match(name) and not name.startswith(("at::", "void ", "cub::")):
+        operator = name.split("::", 1)[1]
+        return next((kind for kind, rule in _OPERATORS.items() if re.fullmatch(rule, operator)), "other")
+    return next((kind for kind, rule in _KERNELS if re.search(rule, name)), "other")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRow:
+    """One class of a phase, per step."""
+
+    kind: str
+    us: float
+    calls: float
+    share: float
+    names: tuple[str, ...]
+
+
+def classes(phase: Phase) -> list[ClassRow]:
+    """Time per class, the longest first."""
+    groups: dict[str, list[KernelRow]] = {}
+    for row in phase.kernels:
+        groups.setdefault(classify(row.name), []).append(row)
+    whole = sum(row.us for row in phase.kernels) or 1.0
+    rows = [
+        ClassRow(kind, us, sum(r.calls for r in rows), us / whole, _names(rows))
+        for kind, rows in groups.items()
+        for us in (sum(r.us for r in rows),)
+    ]
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def unknown(phase: Phase) -> list[str]:
+    """Names of what could not be classified."""
+    return list(_names(row for row in phase.kernels if classify(row.name) == "other"))
+
+
+def _names(rows: Iterable[KernelRow]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.name for row in rows))

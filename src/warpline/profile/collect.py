@@ -1,0 +1,329 @@
+"""Runs a method while it is watched, and makes a `Session` of what was seen. The only file that records."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from warpline import hardware
+from warpline.bench import methods
+from warpline.bench.methods.base import Method
+from warpline.bench.methods.ours import Naive, OnPersistent
+from warpline.bench.protocol import timed
+from warpline.bench.run import Bench
+from warpline.bench.workloads import Case, Settings
+from warpline.errors import ConfigError
+from warpline.profile import stamps
+from warpline.profile.events import Aggregate, Event, Sequencer, aggregate
+from warpline.profile.instruments import reason_against, sequencer_of, watched
+from warpline.profile.session import PHASES, ModulePath, Phase, Session, Work
+
+logger = logging.getLogger(__name__)
+
+#: Steps that may be recorded: beyond that a mean gets no better and the recorder's memory grows.
+MOST_STEPS = 64
+#: Decode steps that run, recorded but not counted, before those that count.
+WARM_STEPS = 2
+#: Prompts that are recorded.
+PROMPTS = 3
+_PREFIX, _MARK = "warpline|", "warpline mark"
+_DRIVER = ("cuLaunch", "cudaLaunch", "cudaGraphLaunch", "cuGraphLaunch", "cudaMemcpy", "cudaMemset", "cuMemcpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to profile."""
+
+    method: str
+    model: str
+    dtype: str
+    device: str
+    batch: int = 1
+    context: int = 128
+    steps: int = 8
+    phases: tuple[str, ...] = PHASES
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.steps > MOST_STEPS:
+            raise ConfigError(f"{self.steps} steps are more than a profile keeps: record up to {MOST_STEPS}")
+
+    @property
+    def case(self) -> Case:
+        """As the benchmark calls it."""
+        new = 1 + WARM_STEPS + self.steps
+        return Case(
+            workload="profile",
+            kind="generate",
+            model=self.model,
+            dtype=self.dtype,
+            batch=self.batch,
+            prompt=self.context,
+            new=new,
+        )
+
+
+def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None) -> Session:
+    """Build the method, warm it up, time it unwatched, then watch it."""
+    kind, device, case = methods.find(wish.method), torch.device(wish.device), wish.case
+    bench = Bench(Settings(wish.device))
+    weights_config = bench_config(case)
+    for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(weights_config)):
+        if reason is not None:
+            raise ConfigError(f"{wish.method} cannot be profiled here: {reason}")
+    bench.prepare()
+    limits = bench.limits(case)
+    tick(1)
+    weights = bench.load(case)
+    generator = torch.Generator().manual_seed(case.prompt)
+    prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
+    method = kind(weights, case, device)
+    try:
+        for _ in range(1 + kind.warm_up):
+            method.generate(prompts, case.new)
+        tick(1)
+        recorder = _Recorder(method, prompts, wish)
+        phases = []
+        for name in wish.phases:
+            phases.append(recorder.phase(name))
+            tick(1)
+    finally:
+        method.close()
+    return Session(
+        origin=bench.origin | {"clocks": hardware.clocks(wish.device)},
+        kind=device.type,
+        method=wish.method,
+        title=kind.title,
+        model=wish.model,
+        config=weights.config,
+        dtype=wish.dtype,
+        batch=wish.batch,
+        context=wish.context,
+        read_gb_s=limits["read_gb_s"],
+        product_tflop_s=limits["product_tflop_s"],
+        phases=tuple(phases),
+        notes=tuple(dict.fromkeys(recorder.notes)),
+    )
+
+
+def bench_config(case: Case) -> Any:
+    """The model's shape, before any weights are read."""
+    from warpline.model.weights import read_config
+
+    return read_config(case.model)
+
+
+@dataclass(slots=True)
+class _Recorder:
+    method: Method
+    prompts: Tensor
+    wish: Wish
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.prompts.device
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def phase(self, name: str) -> Phase:
+        """Record a phase, by stamps where the launch is one, by events where CUPTI does not answer."""
+        plain = self._plain(name)
+        if name == "decode" and isinstance(self.method, OnPersistent):
+            return stamps.decode_phase(self.method, self.prompts, self.wish.steps, plain, self._work(name))
+        source = "kineto"
+        try:
+            found = self._recorded(name, _kineto)
+        except CuptiMissingError as error:
+            self.notes.append(f"{error}: modules are timed by events, kernels are not seen")
+            logger.warning("%s: modules are timed by events, kernels are not seen", error)
+            source, found = "events", self._recorded(name, _by_events)
+        if found.unplaced:
+            share = found.unplaced / max(1.0, found.launches.kernels * len(found.steps))
+            self.notes.append(
+                f"{name}: {100 * share:.0f} % of the kernels come from a graph or a library of which no table exists; "
+                "they are counted to the step itself"
+            )
+        mean = statistics.fmean(found.steps)
+        return Phase(
+            name=name,
+            source=source,
+            steps=len(found.steps),
+            step_us=mean,
+            fastest_us=min(found.steps),
+            slowest_us=max(found.steps),
+            plain_us=plain,
+            work=self._work(name),
+            spans=found.spans,
+            kernels=found.kernels,
+            launches=found.launches,
+            timeline=found.timeline,
+        )
+
+    def _plain(self, name: str) -> float:
+        """µs of a step when nobody looks: the median of a few."""
+        one = [timed(lambda: self.method.generate(self.prompts, 1), self._device) for _ in range(3)]
+        first = statistics.median(one)
+        if name == "prefill":
+            return 1e6 * first
+        new = self.wish.case.new
+        whole = [timed(lambda: self.method.generate(self.prompts, new), self._device) for _ in range(3)]
+        return max(1e6 * (statistics.median(whole) - first) / (new - 1), 0.01)
+
+    def _work(self, name: str) -> Work:
+        context = self.wish.context
+        if isinstance(self.method, Naive):  # the whole text every time, and the logits of every position
+            length = context if name == "prefill" else context + 1 + WARM_STEPS + self.wish.steps // 2
+            return Work(length, 0, length, naive=True)
+        if name == "prefill":
+            return Work(context, 0, 1, naive=False)
+        return Work(1, context + WARM_STEPS + self.wish.steps // 2, 1, naive=False)
+
+    def _recorded(self, name: str, record: Recording) -> Aggregate:
+        """Events of a few prompts, or of a generation without its prompt and first steps."""
+        calls, new, skip = (1, self.wish.case.new, 1 + WARM_STEPS) if name == "decode" else (1 + PROMPTS, 1, 1)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        events, end = record(self.method, self.prompts, new, calls)
+        sequencer: Sequencer | None = sequencer_of(self.method, name) if self._on_gpu else None
+        return aggregate(events, end, skip=skip, on_gpu=self._on_gpu, sequencer=sequencer)
+
+
+class CuptiMissingError(ConfigError):
+    """The recorder saw nothing of the GPU."""
+
+
+#: Watches some generations of so many tokens; gives the events, and when the last one was over.
+Recording = Callable[[Method, Tensor, int, int], tuple[list[Event], float]]
+
+
+def _run(method: Method, prompts: Tensor, new: int, calls: int, between: Callable[[], None]) -> None:
+    for _ in range(calls):
+        method.generate(prompts, new)
+        if prompts.is_cuda:
+            torch.cuda.synchronize(prompts.device)
+        between()
+
+
+def _kineto(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[list[Event], float]:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if prompts.is_cuda else [])]
+
+    def mark(name: str = _MARK) -> None:
+        with record_function(name):
+            pass
+
+    def span(path: ModulePath) -> AbstractContextManager[object]:
+        return record_function(_PREFIX + "/".join(path))
+
+    recorder = profile(activities=activities, acc_events=False)
+    with watched(method, mark, span):
+        with _hushed():
+            recorder.start()
+        try:
+            _run(method, prompts, new, calls, lambda: mark(f"{_MARK} end"))
+        finally:
+            with _hushed():
+                recorder.stop()
+    results: Any = recorder.profiler
+    events, end = convert(results.kineto_results.events())
+    if prompts.is_cuda and not any(event.kind == "kernel" for event in events):
+        raise CuptiMissingError("torch.profiler sees nothing of this GPU (CUPTI is missing, or in use elsewhere)")
+    return events, end
+
+
+def convert(raw: Any) -> tuple[list[Event], float]:
+    """Kineto's events as ours, and the end of the last generation. User spans have their copies on the GPU's track,
+    which are no kernels; operators of other threads are somebody else's."""
+    found: list[Event] = []
+    end = 0.0
+    thread = next((e.start_thread_id() for e in raw if e.name() == _MARK and not _is_device(e)), None)
+    for event in raw:
+        name, start, us = event.name(), event.start_ns() / 1e3, event.duration_ns() / 1e3
+        ours = name.startswith((_PREFIX, _MARK))
+        if _is_device(event):
+            if not ours and not event.is_user_annotation():
+                found.append(Event("kernel", name, start, us, event.correlation_id()))
+        elif name == f"{_MARK} end":
+            end = max(end, start)
+        elif name == _MARK:
+            found.append(Event("mark", name, start))
+        elif ours:
+            found.append(Event("span", name, start, us, path=tuple(name.removeprefix(_PREFIX).split("/"))))
+        elif name.startswith(_DRIVER):
+            found.append(Event("launch", name, start, us, event.correlation_id()))
+        elif event.start_thread_id() == thread and not name.startswith(("cuda", "cu")):
+            found.append(Event("op", name, start, us))
+    base = min((event.start for event in found), default=0.0)
+    moved = [Event(e.kind, e.name, e.start - base, e.us, e.correlation, e.path) for e in found]
+    return moved, end - base
+
+
+def _is_device(event: Any) -> bool:
+    return str(event.device_type()).endswith("CUDA")
+
+
+def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[list[Event], float]:
+    """Without CUPTI: an event before and behind every module, as if it were one kernel."""
+    taken: list[tuple[str, ModulePath, Any, Any]] = []
+
+    def recorded() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark() -> None:
+        taken.append(("mark", (), recorded(), None))
+
+    @contextmanager
+    def span(path: ModulePath) -> Iterator[None]:
+        begin = recorded()
+        yield
+        taken.append(("kernel", path, begin, recorded()))
+
+    base = recorded()
+    ends: list[Any] = []
+    with watched(method, mark, span):
+        _run(method, prompts, new, calls, lambda: ends.append(recorded()))
+    torch.cuda.synchronize(prompts.device)
+    return timed_spans([
+        (kind, path, 1e3 * base.elapsed_time(a), 1e3 * base.elapsed_time(b or a)) for kind, path, a, b in taken
+    ], 1e3 * base.elapsed_time(ends[-1]))  # fmt: skip
+
+
+def timed_spans(taken: list[tuple[str, ModulePath, float, float]], end: float) -> tuple[list[Event], float]:
+    """Events around modules as kernels, without those that have others inside; a step without any is one itself."""
+    marks = [Event("mark", "step", start) for kind, _, start, _ in taken if kind == "mark"]
+    kernels = sorted((a, b, path) for kind, path, a, b in taken if kind == "kernel")
+    inner = {path[:i] for _, _, path in kernels for i in range(len(path))}
+    found = [Event("kernel", "[module]", a, b - a, path=path) for a, b, path in kernels if path not in inner]
+    for begin, until in zip(marks, [*(m.start for m in marks[1:]), end], strict=True):
+        if not any(begin.start <= kernel.start < until for kernel in found):
+            found.append(Event("kernel", "[step]", begin.start, until - begin.start, path=("[step]",)))
+    return marks + found, end
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Kineto announces itself on standard error when it starts and stops, whatever the log level."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+

@@ -1,0 +1,281 @@
+"""What a recorder saw becomes the rows of a phase: every moment of a step belongs to one module, every kernel to the
+module that launched it. Knows no torch, so recorded and made-up events are treated alike.
+
+On a GPU a step lasts from the end of the last kernel of the step before to the end of its own last kernel; the time
+before a kernel in which nothing ran is a gap, and belongs to the module that the GPU waited for. On a CPU a step is what
+the host does between two marks; what no operator accounts for is a gap: Python, and the dispatch of operators.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from warpline.errors import ConfigError
+from warpline.profile.names import common
+from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, SpanRow
+
+#: Steps that the timeline shows, and moments that it has at most.
+TRACE_STEPS, MOST_MOMENTS = 2, 6000
+#: µs below which what the host does is not worth a place there: views and their like.
+SHORTEST = 2.0
+#: What torch calls attention when it is one operator: it is a step of its own wherever it is met inside attention.
+FUSED_OPS = ("aten::scaled_dot_product_attention",)
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something with a begin and a duration in µs. `kind` is "mark" (a step begins), "span" (a module; its name is the
+    path), "op" (an operator on the host), "launch" (a call that gives the GPU work) or "kernel" (on the GPU)."""
+
+    kind: str
+    name: str
+    start: float
+    us: float = 0.0
+    correlation: int = 0
+    path: ModulePath = ()
+
+    @property
+    def end(self) -> float:
+        """When it ended."""
+        return self.start + self.us
+
+
+#: For the kernels of a step, by name and in order, the module of each; None where it cannot tell.
+Sequencer = Callable[[Sequence[str]], "list[ModulePath | None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """What a phase has of its events."""
+
+    steps: tuple[float, ...]  # µs of each
+    spans: tuple[SpanRow, ...]
+    kernels: tuple[KernelRow, ...]
+    launches: Launches
+    timeline: tuple[Moment, ...]
+    unplaced: int  # kernels, of all steps, of which nobody knows the module
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    start: float
+    path: ModulePath
+
+
+@dataclass(slots=True)
+class _Sums:
+    busy: float = 0.0
+    gap: float = 0.0
+    calls: int = 0
+
+
+def aggregate(
+    events: Sequence[Event], end: float, *, skip: int = 0, on_gpu: bool, sequencer: Sequencer | None = None
+) -> Aggregate:
+    """The rows of the steps that begin at marks, without the first `skip`; `end` is when the last one was over."""
+    marks = sorted(event.start for event in events if event.kind == "mark")
+    if len(marks) <= skip:
+        raise ConfigError("no step was recorded: a profile needs at least one")
+    bounds = [*marks, end]
+    host = _Host(events, bounds)
+    if on_gpu:
+        return _of_gpu(events, host, bounds, skip, sequencer)
+    return _of_cpu(events, host, bounds, skip)
+
+
+class _Host:
+    """Which module the host was in at any time."""
+
+    def __init__(self, events: Sequence[Event], bounds: Sequence[float]):
+        spans = [event for event in events if event.kind == "span"]
+        self.spans = spans
+        self._set(_segments(spans, bounds))
+        inside = [e for e in events if e.kind == "op" and e.name in FUSED_OPS and self.at(e.start)[-1:] == ("attention",)]
+        if inside:
+            found = [Event("span", e.name, e.start, e.us, path=(*self.at(e.start), "fused attention")) for e in inside]
+            self.spans = spans + found
+            self._set(_segments(self.spans, bounds))
+
+    def _set(self, segments: list[_Segment]) -> None:
+        self.segments = segments
+        self._starts = [segment.start for segment in segments]
+
+    def at(self, time: float) -> ModulePath:
+        index = bisect.bisect_right(self._starts, time) - 1
+        return self.segments[index].path if index >= 0 else ()
+
+
+def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]:
+    """Every moment's module. Between two spans it is the module that has both; at the edge of a step it is the step."""
+    edges: list[tuple[float, int, ModulePath]] = [(at, 1, ()) for at in bounds]
+    for span in spans:
+        edges += [(span.start, 2, span.path), (span.end, 0, span.path)]
+    edges.sort(key=lambda edge: (edge[0], edge[1], len(edge[2]) * (1 if edge[1] == 2 else -1)))
+    found: list[_Segment] = []
+    open_spans: list[ModulePath] = []
+    last: ModulePath = ()
+    waiting: int | None = None  # the segment behind a span whose module is known when the next one begins
+    for at, kind, path in edges:
+        if kind == 1:
+            waiting, last, open_spans = None, (), []
+            found.append(_Segment(at, ()))
+        elif kind == 2:
+            if waiting is not None:
+                found[waiting] = _Segment(found[waiting].start, common(last, path))
+                waiting = None
+            open_spans.append(path)
+            found.append(_Segment(at, path))
+        elif open_spans:
+            open_spans.pop()
+            last = path
+            found.append(_Segment(at, open_spans[-1] if open_spans else ()))
+            waiting = None if open_spans else len(found) - 1
+    return found
+
+
+def _of_cpu(events: Sequence[Event], host: _Host, bounds: Sequence[float], skip: int) -> Aggregate:
+    first, last = bounds[skip], bounds[-1]
+    count = len(bounds) - 1 - skip
+    ops = [event for event in events if event.kind == "op" and first <= event.start < last]
+    own = _self_times(ops)
+    sums: dict[ModulePath, _Sums] = defaultdict(_Sums)
+    for segment, following in zip(host.segments, [*(s.start for s in host.segments[1:]), last], strict=True):
+        length = min(following, last) - max(segment.start, first)
+        if length > 0:
+            sums[segment.path].gap += length
+    for span in host.spans:
+        if first <= span.start < last:
+            sums[span.path].calls += 1
+    table: dict[tuple[str, ModulePath], _Sums] = defaultdict(_Sums)
+    for op, us in zip(ops, own, strict=True):
+        path = host.at(op.start)
+        sums[path].busy += us
+        sums[path].gap -= us
+        entry = table[op.name, path]
+        entry.busy += us
+        entry.gap += op.us
+        entry.calls += 1
+    for entry in sums.values():  # clocks are read a little apart: nobody waits a negative time
+        if entry.gap < 0:
+            entry.busy, entry.gap = entry.busy + entry.gap, 0.0
+    return Aggregate(
+        steps=tuple(b - a for a, b in zip(bounds[skip:], bounds[skip + 1 :], strict=False)),
+        spans=_rows(sums, count),
+        kernels=_kernel_rows(table, count),
+        launches=Launches(kernels=len(ops) / count),
+        timeline=_timeline(host, [], ops, bounds, skip),
+        unplaced=0,
+    )
+
+
+def _self_times(ops: Sequence[Event]) -> list[float]:
+    """Of each operator, what those that it calls do not account for."""
+    own = [op.us for op in ops]
+    stack: list[int] = []
+    for i in sorted(range(len(ops)), key=lambda i: (ops[i].start, -ops[i].us)):
+        while stack and ops[stack[-1]].end <= ops[i].start:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= ops[i].us
+        stack.append(i)
+    return [max(0.0, us) for us in own]
+
+
+def _of_gpu(
+    events: Sequence[Event], host: _Host, bounds: Sequence[float], skip: int, sequencer: Sequencer | None
+) -> Aggregate:
+    kernels = sorted((e for e in events if e.kind == "kernel"), key=lambda e: e.start)
+    launches = {e.correlation: e for e in events if e.kind == "launch"}
+    by_step: list[list[Event]] = [[] for _ in bounds[:-1]]
+    for kernel in kernels:
+        launch = launches.get(kernel.correlation)
+        at = kernel.start if launch is None else launch.start
+        by_step[min(len(by_step), max(1, bisect.bisect_right(bounds, at))) - 1].append(kernel)
+    if not all(by_step[skip:]):
+        raise ConfigError("a step was recorded in which the GPU did nothing: CUPTI may be in use by another tool")
+    sums: dict[ModulePath, _Sums] = defaultdict(_Sums)
+    table: dict[tuple[str, ModulePath], _Sums] = defaultdict(_Sums)
+    steps, moments, unplaced = [], [], 0
+    busy_until = bounds[0]
+    for index, own in enumerate(by_step):
+        places = _places(own, host, launches, sequencer)
+        begun = busy_until
+        for kernel, place in zip(own, places, strict=True):
+            path = () if place is None else place
+            gap = max(0.0, kernel.start - busy_until)
+            alone = max(0.0, kernel.end - max(busy_until, kernel.start))
+            busy_until = max(busy_until, kernel.end)
+            if index < skip:
+                continue
+            unplaced += place is None
+            entry, row = sums[path], table[kernel.name, path]
+            entry.busy, entry.gap, entry.calls = entry.busy + alone, entry.gap + gap, entry.calls + 1
+            row.busy, row.gap, row.calls = row.busy + alone, row.gap + kernel.us, row.calls + 1
+            if index < skip + TRACE_STEPS:
+                moments.append(Moment("gpu", kernel.name, path, kernel.start, kernel.us))
+        if index >= skip:
+            steps.append(busy_until - begun)
+    count = len(steps)
+    counted = [e for e in launches.values() if bounds[skip] <= e.start < bounds[-1]]
+    return Aggregate(
+        steps=tuple(steps),
+        spans=_rows(sums, count),
+        kernels=_kernel_rows(table, count),
+        launches=Launches(
+            count=len(counted) / count,
+            host_us=sum(e.us for e in counted) / count,
+            graphs=sum(e.name in GRAPH_LAUNCHES for e in counted) / count,
+            kernels=sum(map(len, by_step[skip:])) / count,
+        ),
+        timeline=_timeline(host, moments, counted, bounds, skip),
+        unplaced=unplaced,
+    )
+
+
+def _places(
+    kernels: Sequence[Event], host: _Host, launches: dict[int, Event], sequencer: Sequencer | None
+) -> list[ModulePath | None]:
+    """The module of each: as the schedule has it, as the event says itself, or where the host was at its launch."""
+    if sequencer is not None:
+        return sequencer([kernel.name for kernel in kernels])
+    found: list[ModulePath | None] = []
+    for kernel in kernels:
+        launch = launches.get(kernel.correlation)
+        if kernel.path:
+            found.append(kernel.path)
+        elif launch is None or launch.name in GRAPH_LAUNCHES:
+            found.append(None)
+        else:
+            found.append(host.at(launch.start))
+    return found
+
+
+def _rows(sums: dict[ModulePath, _Sums], count: int) -> tuple[SpanRow, ...]:
+    ordered = sums.items()  # modules as they were first met
+    return tuple(SpanRow(path, s.busy / count, s.gap / count, s.calls / count) for path, s in ordered if s.busy or s.gap)
+
+
+def _kernel_rows(table: dict[tuple[str, ModulePath], _Sums], count: int) -> tuple[KernelRow, ...]:
+    rows = [
+        KernelRow(name, path, s.calls / count, s.busy / count, s.gap / count) for (name, path), s in table.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.us))
+
+
+def _timeline(
+    host: _Host, gpu: Sequence[Moment], calls: Sequence[Event], bounds: Sequence[float], skip: int
+) -> tuple[Moment, ...]:
+    """The first steps, a limited number of moments of them, from zero on."""
+    first, last = bounds[skip], bounds[min(len(bounds) - 1, skip + TRACE_STEPS)]
+    found = [Moment("module", s.path[-1], s.path, s.start, s.us) for s in host.spans if first <= s.start < last and s.path]
+    shown = (e for e in calls if first <= e.start < last and e.us >= SHORTEST)
+    found += [Moment("host", e.name, host.at(e.start), e.start, e.us) for e in shown]
+    found += gpu
+    found.sort(key=lambda moment: (moment.start, -moment.us))
+    return tuple(
+        Moment(m.track, m.name, m.path, m.start - first, m.us) for m in found[:MOST_MOMENTS]
+    )

@@ -1,0 +1,220 @@
+"""How each method of the benchmark is watched: where its steps begin, and which module the host is in.
+
+A method runs as it always does; what is put around it here is taken away again. Steps are marked where the host begins
+one; modules are seen through `model.observe`, through hooks on transformers' modules, or, where kernels are launched by
+a table or from a graph, by that table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from warpline.bench.methods.base import Method
+from warpline.bench.methods.hf import StaticCompiled, _Transformers
+from warpline.bench.methods.ours import Naive, NaiveCompiled, OnTorch, OnTorchCompiled, _OnExecutor
+from warpline.bench.methods.static_kv import StaticKV
+from warpline.engine.kernels_exec import KernelsExecutor
+from warpline.engine.prompts import Pass
+from warpline.engine.schedule import decode_step
+from warpline.errors import ConfigError
+from warpline.model.observe import observed
+from warpline.model.parameters import Step
+from warpline.model.weights import Weights
+from warpline.profile.classify import classify
+from warpline.profile.events import Sequencer
+from warpline.profile.names import hf_path, op_path, path_of
+from warpline.profile.session import ModulePath
+
+Mark = Callable[[], None]
+#: Enters a module and leaves it again.
+Span = Callable[[ModulePath], AbstractContextManager[object]]
+
+
+def reason_against(method: type[Method]) -> str | None:
+    """Why a method cannot be looked into, if it cannot."""
+    if issubclass(method, Naive | _OnExecutor | _Transformers | StaticKV):
+        return None
+    return f"{method.title} computes outside of torch, and nothing can be seen of it: 'warpline bench' times it"
+
+
+@contextmanager
+def watched(method: Method, mark: Mark, span: Span) -> Iterator[None]:
+    """While this is open, `mark` is called before each step and `span` entered around each module."""
+    with ExitStack() as stack:
+        if isinstance(method, Naive):
+            stack.enter_context(_before_forward(method.model, mark))
+        elif isinstance(method, OnTorch):
+            model: Any = method._executor.model  # type: ignore[attr-defined]
+            stack.enter_context(_before_forward(model, mark))
+        elif isinstance(method, _Transformers):
+            stack.enter_context(_replaced(method.model, "prepare_inputs_for_generation", mark))
+            if not isinstance(method, StaticCompiled):
+                stack.enter_context(_hooked(method.model, span))
+        elif isinstance(method, StaticKV):
+            if method._graphs is None:
+                stack.enter_context(_replaced(method, "_next", mark))
+            else:
+                stack.enter_context(_replays(method._graphs, mark))
+        elif isinstance(method, _OnExecutor):
+            stack.enter_context(_replaced(method._executor, "_prefill", mark))
+            if isinstance(method._executor, KernelsExecutor):
+                stack.enter_context(_replaced(method._executor, "_step", mark))
+        else:
+            raise ConfigError(str(reason_against(type(method))))
+        if isinstance(method, Naive | OnTorch) and not isinstance(method, NaiveCompiled | OnTorchCompiled):
+            stack.enter_context(observed(lambda step, layer: _entered(span, step, layer)))
+        yield
+
+
+def _entered(span: Span, step: Step, layer: int | None) -> AbstractContextManager[object]:
+    return span(path_of(step, layer))
+
+
+@contextmanager
+def _before_forward(module: Any, mark: Mark) -> Iterator[None]:
+    hook = module.register_forward_pre_hook(lambda *_: mark())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, mark: Mark) -> Iterator[None]:
+    """Have `mark` called before the owner's method of that name; an attribute of its own is put back as it was."""
+    before, own = getattr(owner, name), vars(owner).get(name)
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mark()
+        return before(*args, **kwargs)
+
+    if own is None and isinstance(owner, torch.nn.Module):
+        object.__setattr__(owner, name, marked)
+    else:
+        setattr(owner, name, marked)
+    try:
+        yield
+    finally:
+        if own is None:
+            vars(owner).pop(name)
+        else:
+            setattr(owner, name, own)
+
+
+class _Marked:
+    """A captured graph that says when it is replayed."""
+
+    def __init__(self, graph: Any, mark: Mark):
+        self._graph, self._mark = graph, mark
+
+    def replay(self) -> None:
+        """As the graph does."""
+        self._mark()
+        self._graph.replay()
+
+
+@contextmanager
+def _replays(graphs: Any, mark: Mark) -> Iterator[None]:
+    begin, step = graphs._begin, graphs._step
+    graphs._begin = _Marked(begin, mark)
+    graphs._step = None if step is None else _Marked(step, mark)
+    try:
+        yield
+    finally:
+        graphs._begin, graphs._step = begin, step
+
+
+@contextmanager
+def _hooked(model: Any, span: Span) -> Iterator[None]:
+    """Spans around transformers' modules, by their names."""
+    open_spans: list[AbstractContextManager[object]] = []
+    hooks = []
+
+    def enters(path: ModulePath) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            open_spans.append(span(path))
+            open_spans[-1].__enter__()
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        open_spans.pop().__exit__(None, None, None)
+
+    for name, module in model.named_modules():
+        if (path := hf_path(name)) is not None:
+            hooks += [module.register_forward_pre_hook(enters(path)), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- tables of ops ----------------------------------------------------------------------------------------------------
+
+Op = tuple[str, ModulePath]
+
+
+def sequencer_of(method: Method, phase: str) -> Sequencer | None:
+    """For executors that launch by a table or from a graph of it: which module each kernel of a step belongs to."""
+    if not isinstance(method, _OnExecutor) or isinstance(method, OnTorch):
+        return None
+    state, executor = method._state, method._executor
+    assert state is not None  # it has generated before
+    weights: Weights = executor._prompts._weights  # type: ignore[attr-defined]
+    if phase == "decode":
+        rows = executor._rows(state) if isinstance(executor, KernelsExecutor) else state.batch
+        steps = decode_step(weights, rows, state.needs.end)
+        ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
+    else:
+        passes: dict[Any, Pass] = state.kept[executor._prompts]  # type: ignore[attr-defined]
+        ops = _ops_of(list(passes.values())[-1], weights)
+    return lambda names: placed(names, ops)
+
+
+def _ops_of(prompt: Pass, weights: Weights) -> list[Op]:
+    """The table of a pass over prompts, each op with its parameters found by where they lie."""
+    names = {tensor.data_ptr(): name for name, tensor in weights.tensors.items()}
+    ops: list[Op] = []
+    layer: int | None = None
+    for bound in prompt.bound:
+        parameters = [names[t.data_ptr()] for t in bound.inputs if t.data_ptr() in names]
+        path = op_path(bound.spec.name, parameters, layer if bound.spec.name == "prompt_attention" else None)
+        if path[0].startswith("h."):
+            layer = int(path[0][2:])
+        ops.append((bound.spec.name, path))
+    return ops
+
+
+def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
+    """The modules of the kernels `names`, which ran in the order of `ops`. Ours are called like their op. Kernels of
+    other names are a library's: they belong to the ops between ours, a product beginning each; where that does not come
+    out even, nobody knows."""
+    found: list[ModulePath | None] = []
+    foreign: list[str] = []
+    at = 0
+    for name in [*names, None]:
+        ours = None if name is None else name.removeprefix("warpline_")
+        if name is not None and name == ours:
+            foreign.append(name)
+            continue
+        ahead = len(ops) if ours is None else next((i for i in range(at, len(ops)) if ops[i][0] == ours), None)
+        found += _spread(foreign, [] if ahead is None else ops[at:ahead])
+        foreign = []
+        if ahead is None:
+            found.append(None)
+        elif name is not None:
+            found.append(ops[ahead][1])
+            at = ahead + 1
+    return found
+
+
+def _spread(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
+    products = [i for i, name in enumerate(names) if classify(name) == "GEMM"]
+    if not ops or products[:1] != [0] or len(products) != len(ops):
+        return [None] * len(names)
+    return [ops[sum(i <= at for i in products) - 1][1] for at in range(len(names))]

@@ -1,0 +1,151 @@
+"""Names of modules: from the steps of our model, from those of `transformers`, from the ops of a schedule and from the
+stamps of the persistent kernel to one kind of path. Knows no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from warpline.model import parameters as p
+from warpline.profile.session import ModulePath
+
+ATTENTION, MLP = "attention", "MLP"
+#: All blocks together, where layers are merged.
+BLOCKS = "transformer blocks"
+#: What joins the names of steps that one kernel does.
+PLUS = " + "
+
+_SCOPES: dict[str, ModulePath] = {"block": (), "attention": (ATTENTION,), "mlp": (MLP,)}
+_BY_NAME = {step.name: step for step in p.STEPS}
+
+#: Modules of transformers' GPT-2 by their names behind "transformer." and "h.3.".
+_HF_MODEL = {"wte": p.EMBEDDING, "wpe": p.POSITION, "ln_f": p.LN_F, "lm_head": p.LM_HEAD}
+_HF_BLOCK: dict[str, p.Step | ModulePath] = {
+    "ln_1": p.LN_1,
+    "attn": (ATTENTION,),
+    "attn.c_attn": p.QKV_PROJECTION,
+    "attn.c_proj": p.OUTPUT_PROJECTION,
+    "ln_2": p.LN_2,
+    "mlp": (MLP,),
+    "mlp.c_fc": p.EXPANSION,
+    "mlp.act": p.ACTIVATION,
+    "mlp.c_proj": p.PROJECTION,
+}
+
+
+def path_of(step: p.Step, layer: int | None) -> ModulePath:
+    """Where a step of the model stands."""
+    if layer is None:
+        return (step.name,)
+    return (f"h.{layer}", *_SCOPES[step.scope], step.name)
+
+
+def fused(layer: int | None, *steps: p.Step) -> ModulePath:
+    """Where a kernel stands that does several steps: where its first product is, or else the first of all."""
+    home = next((step for step in steps if step.scope in ("attention", "mlp")), steps[0])
+    return (*path_of(home, layer)[:-1], PLUS.join(step.name for step in steps))
+
+
+def steps_of(name: str) -> list[p.Step]:
+    """The priced steps that a leaf's name says it does."""
+    return [_BY_NAME[part] for part in name.split(PLUS) if part in _BY_NAME]
+
+
+def hf_path(name: str) -> ModulePath | None:
+    """The path of a module that transformers calls `name`, or None where it has no place of its own."""
+    inner = name.removeprefix("transformer.")
+    if found := re.fullmatch(r"h\.(\d+)(?:\.(.+))?", inner):
+        layer, rest = int(found[1]), found[2]
+        if rest is None:
+            return (f"h.{layer}",)
+        target = _HF_BLOCK.get(rest)
+        if isinstance(target, p.Step):
+            return path_of(target, layer)
+        return None if target is None else (f"h.{layer}", *target)
+    step = _HF_MODEL.get(inner)
+    return None if step is None else path_of(step, None)
+
+
+# --- ops of a schedule ------------------------------------------------------------------------------------------------
+
+#: Ops that are known by what they do, wherever they stand.
+_BY_OP: dict[str, tuple[p.Step, ...]] = {
+    "newest_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
+    "prompt_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
+    "append_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
+    "prompt_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
+    "head_argmax": (p.LN_F, p.LM_HEAD),
+}
+_PRODUCTS = {
+    "attn.c_attn": p.QKV_PROJECTION,
+    "attn.c_proj": p.OUTPUT_PROJECTION,
+    "mlp.c_fc": p.EXPANSION,
+    "mlp.c_proj": p.PROJECTION,
+    "lm_head": p.LM_HEAD,
+    "wte": p.LM_HEAD,
+}
+_NORMS = {"ln_1": p.LN_1, "ln_2": p.LN_2, "ln_f": p.LN_F}
+
+
+def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath:
+    """Where an op of the catalog stands, by its name and the parameters that it reads. A LayerNorm that is done behind
+    a residual is the next module's, but its kernel runs with the residual and is counted there."""
+    if op in _BY_OP:
+        return fused(layer, *_BY_OP[op])
+    modules = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    if found := [m for m in modules if m.startswith("h.")]:
+        layer = int(found[0].split(".")[1]) if layer is None else layer
+    short = [re.sub(r"^h\.\d+\.", "", m) for m in modules]
+    norms = [_NORMS[m] for m in short if m in _NORMS]
+    products = [_PRODUCTS[m] for m in short if m in _PRODUCTS]
+    if op == "residual_layernorm":
+        residual = p.RESIDUAL_1 if norms[0] is p.LN_2 else p.RESIDUAL_2
+        if norms[0] is p.LN_1 and found:  # the next block's, behind this one's residual
+            layer = int(found[0].split(".")[1]) - 1
+        return fused(layer, residual, *norms)
+    if op == "last_residual":
+        return (p.RESIDUAL_2.name,)
+    steps: list[p.Step] = [*norms, *products]
+    if not steps:
+        return (op.replace("_", " "),)  # sample, append token: what no step of the model is
+    if op.endswith("_gelu"):
+        steps.append(p.ACTIVATION)
+    if op.endswith("_residual"):
+        steps.append(p.RESIDUAL_1 if products[0] is p.OUTPUT_PROJECTION else p.RESIDUAL_2)
+    return fused(layer if steps[-1].scope != "model" else None, *steps)
+
+
+# --- stamps of the persistent kernel ----------------------------------------------------------------------------------
+
+_STAGES: dict[str, tuple[p.Step, ...]] = {
+    "ln_1": (p.LN_1,),
+    "qkv": (p.QKV_PROJECTION,),
+    "attention": (p.KV_CACHE, p.FUSED_ATTENTION),
+    "out": (p.OUTPUT_PROJECTION, p.RESIDUAL_1),
+    "ln_2": (p.LN_2,),
+    "fc": (p.EXPANSION, p.ACTIVATION),
+    "proj": (p.PROJECTION, p.RESIDUAL_2),
+    "ln_f": (p.LN_F,),
+    "head": (p.LM_HEAD,),
+}
+
+
+def stamp_path(stamp: str, layer: int | None) -> ModulePath:
+    """Where the time before a stamp of the persistent kernel belongs: "out: heads gathered" in layer 3 is
+    h.3 / attention / output projection + residual 1 / heads gathered."""
+    stage, _, doing = stamp.partition(": ")
+    steps = _STAGES.get(stage)
+    return (stage, doing) if steps is None else (*fused(layer, *steps), doing)
+
+
+def common(a: ModulePath, b: ModulePath) -> ModulePath:
+    """The module that has both, the step itself at last."""
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return a[:same]
+
+
+def merged(path: ModulePath) -> ModulePath:
+    """The path with its layer's number taken out."""
+    return (BLOCKS, *path[1:]) if path and re.fullmatch(r"h\.\d+", path[0]) else path

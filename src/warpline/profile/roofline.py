@@ -1,0 +1,177 @@
+"""Measured time beside what bytes and FLOPs would take: the cost model joined with the tree. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from warpline import hardware
+from warpline.errors import ConfigError
+from warpline.model import cost
+from warpline.model import parameters as p
+from warpline.profile import tree
+from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, steps_of
+from warpline.profile.session import ModulePath, Phase, Session
+
+#: What takes more than so many times what its bytes and FLOPs need is bound by neither.
+LATENCY = 4.0
+_SCOPES: dict[str, ModulePath] = {
+    "model": (),
+    "block": (BLOCKS,),
+    "attention": (BLOCKS, ATTENTION),
+    "mlp": (BLOCKS, MLP),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """What a device can do."""
+
+    name: str
+    read_gb_s: float
+    tflop_s: float
+    measured: bool
+
+    def us(self, moved: float, flops: float) -> float:
+        """The least time for so much."""
+        return max(self.bytes_us(moved), self.flops_us(flops))
+
+    def bytes_us(self, moved: float) -> float:
+        """For the bytes alone."""
+        return moved / self.read_gb_s / 1e3
+
+    def flops_us(self, flops: float) -> float:
+        """For the FLOPs alone."""
+        return flops / self.tflop_s / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A module with its price: µs per step, bytes and FLOPs of all layers."""
+
+    name: str
+    us: float
+    bytes: int
+    flops: int
+    roof_us: float
+    by_bytes: bool  # which of the two roofs is the nearer
+
+    @property
+    def gb_s(self) -> float:
+        """Bytes over time."""
+        return self.bytes / self.us / 1e3
+
+    @property
+    def tflop_s(self) -> float:
+        """FLOPs over time."""
+        return self.flops / self.us / 1e6
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the roof: above 1 where what it reads was in a cache."""
+        return self.roof_us / self.us
+
+    @property
+    def bound(self) -> str:
+        """By what: the memory, the arithmetic, or neither."""
+        if self.us > LATENCY * self.roof_us:
+            return "latency"
+        return "memory" if self.by_bytes else "compute"
+
+
+def roofs(session: Session) -> Roofs:
+    """As measured when the session was recorded."""
+    return Roofs(session.device, session.read_gb_s, session.product_tflop_s, measured=True)
+
+
+def other_roofs(gpu: str, dtype: str) -> Roofs:
+    """A card's datasheet."""
+    device = hardware.known_gpu(gpu)
+    if device is None or device.spec_bandwidth is None:
+        names = ", ".join(one.name for one in hardware.KNOWN_GPUS)
+        raise ConfigError(f"nothing is known of a GPU called '{gpu}'; choose from: {names}")
+    if not device.supports(dtype):
+        raise ConfigError(f"{device.name} cannot compute in {dtype}: profile in fp16 or fp32")
+    rate = device.fp32_tflops if dtype == "fp32" else device.tensor_tflops
+    assert rate is not None
+    return Roofs(device.name, device.spec_bandwidth, rate, measured=False)
+
+
+def points(session: Session, phase: Phase, of: Roofs | None = None) -> list[Point]:
+    """Every module that has a price, in the order of the step. What a module does itself has the price of those of its
+    steps that are not seen apart."""
+    limits = of or roofs(session)
+    prices = {price.step: price for price in cost.costs(session.workload(phase))}
+    left = dict(prices)
+    found: list[Point] = []
+    root = tree.build(phase)
+    leaves = [node for _, node in root.walk() if node.name != tree.SELF]
+    for node in leaves:  # the topmost that names steps: what it has below are parts of these
+        steps = [step for step in steps_of(node.name) if step in left] if node.path else []
+        if steps and node.us > 0:
+            found.append(_point(node.name, node.us, [left.pop(step) for step in steps], limits))
+    for scope, path in _SCOPES.items():
+        own = root.find(*path)
+        mine = None if own is None else own.children.get(tree.SELF)
+        rest = [price for step, price in left.items() if step.scope == scope and not _absent(step, phase)]
+        if mine is not None and rest and mine.us > 0:
+            name = f"{path[-1] if path else 'step'} {tree.SELF}"
+            found.append(_point(name, mine.us, rest, limits))
+    return found
+
+
+def _absent(step: p.Step, phase: Phase) -> bool:
+    """Without a cache nothing is stored in one."""
+    return step is p.KV_CACHE and phase.work.naive
+
+
+def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
+    """The step: weights and KV cache once, activations left out, because they need not leave the chip."""
+    limits, work = of or roofs(session), session.workload(phase)
+    moved, flops = cost.total_bytes(work), cost.total_flops(work)
+    name = "whole step"
+    return Point(
+        name,
+        phase.step_us,
+        moved,
+        flops,
+        limits.us(moved, flops),
+        limits.bytes_us(moved) >= limits.flops_us(flops),
+    )
+
+
+def _point(name: str, us: float, prices: list[cost.StepCost], limits: Roofs) -> Point:
+    """Steps that one kernel does keep what they hand over on the chip: the first reads, the last writes."""
+    moved = sum(price.weight_bytes + price.kv_bytes for price in prices)
+    flops = sum(price.flops for price in prices)
+    activations = [price.activation_bytes for price in prices]
+    moved += sum(activations) if PLUS not in name else max(activations)
+    by_bytes = limits.bytes_us(moved) >= limits.flops_us(flops)
+    return Point(name, us, moved, flops, limits.us(moved, flops), by_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A module on another card: at its roof, and, where bytes or FLOPs bind it here, as near to it as here."""
+
+    name: str
+    here_us: float
+    roof_us: float
+    expected_us: float | None
+
+
+def project(session: Session, phase: Phase, gpu: str) -> tuple[Roofs, list[Projection]]:
+    """The same work on another card, from its datasheet: nothing is measured."""
+    target = other_roofs(gpu, session.dtype)
+    rows = []
+    here = [*points(session, phase), whole(session, phase)]
+    there = [*points(session, phase, target), whole(session, phase, target)]
+    for mine, other in zip(here, there, strict=True):
+        known = session.kind == "cuda" and mine.bound != "latency"
+        expected = other.roof_us / min(1.0, mine.share) if known else None
+        rows.append(Projection(mine.name, mine.us, other.roof_us, expected))
+    return target, rows

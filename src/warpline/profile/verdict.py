@@ -1,0 +1,203 @@
+"""The first bottleneck in plain English: every known remedy is priced with the cost model and the measured times, and
+the one that saves most is named. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from warpline.model import cost
+from warpline.profile.launches import overhead
+from warpline.profile.roofline import Point, Roofs, points, roofs, whole
+from warpline.profile.session import Phase, Session
+
+#: From here on a step is at its limit, and only less work makes it faster.
+AT_THE_LIMIT = 0.8
+#: Steps of attention that are one when it is fused, and those that a kernel can do on its way.
+_PARTS = ("scores", "mask", "softmax", "values")
+_SMALL = ("ln_1", "ln_2", "ln_f", "residual 1", "residual 2", "activation", "QKV reshape", "output reshape", "add")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A bottleneck, what it costs, and what to do."""
+
+    kind: str
+    cause: str
+    remedy: str
+    saved_us: float
+    step_us: float
+
+    @property
+    def after_us(self) -> float:
+        """A step when it is done."""
+        return self.step_us - self.saved_us
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast."""
+        return self.step_us / max(self.after_us, 1e-9)
+
+    @property
+    def text(self) -> str:
+        """The paragraph."""
+        return (
+            f"{self.cause} {self.remedy} That would take a step from {self.step_us:,.0f} to about {self.after_us:,.0f} µs "
+            f"({self.gain:.2f}× as fast)."
+        )
+
+
+def findings(session: Session, phase: Phase) -> list[Finding]:
+    """Every remedy that would save something, the best first."""
+    limits = roofs(session)
+    priced = points(session, phase)
+    found = [
+        *_no_cache(session, phase, limits),
+        *_gaps(session, phase),
+        *_parts_of_attention(session, phase, priced, limits),
+        *_small_steps(session, phase, priced),
+        *_slow_products(phase, priced),
+        *_precision(session, phase, priced),
+    ]
+    return sorted((one for one in found if one.saved_us > 0.01 * phase.step_us), key=lambda one: -one.saved_us)
+
+
+def verdict(session: Session, phase: Phase) -> str:
+    """A short paragraph: where the step stands, and what comes first."""
+    step = whole(session, phase)
+    what = "memory" if step.by_bytes else "arithmetic"
+    stands = (
+        f"A {phase.name} step takes {phase.step_us:,.0f} µs; {what} alone would need {step.roof_us:,.0f} µs, "
+        f"so it runs at {100 * min(1.0, step.share):.0f} % of the limit."
+    )
+    if step.share >= AT_THE_LIMIT:
+        return (
+            f"{stands} There is no bottleneck but the {what} itself: only less work helps, such as fewer bytes to a "
+            "weight, or more sequences for each pass over them."
+        )
+    best = findings(session, phase)
+    if not best:
+        return f"{stands} No single cause accounts for the rest."
+    return f"{stands} {best[0].text}"
+
+
+def _no_cache(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding]:
+    """The whole text again for every token."""
+    work = session.workload(phase)
+    if phase.name != "decode" or work.new == 1:
+        return
+    cached = cost.decode(session.config, session.dtype, batch=session.batch, context=work.new - 1)
+    now, then = (limits.us(cost.total_bytes(w), cost.total_flops(w)) for w in (work, cached))
+    # Python and launches stay: what shrinks is what is computed, and no kernel shrinks below its own roof's ratio.
+    saved = phase.busy_us * (1 - then / now)
+    yield Finding(
+        "no KV cache",
+        f"Every token computes all {work.new} positions again, {cost.total_flops(work) / cost.total_flops(cached):.0f} "
+        "times the arithmetic that the new one needs.",
+        "Keep keys and values in a cache.",
+        saved,
+        phase.step_us,
+    )
+
+
+def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
+    spent = overhead(phase)
+    if session.kind == "cpu":
+        yield Finding(
+            "host",
+            f"Python and the dispatch of {spent.kernels:,.0f} operators take {spent.gap_us:,.0f} µs of each step "
+            f"({100 * (1 - spent.busy_share):.0f} %).",
+            "Fewer and larger operators, or torch.compile, do away with that.",
+            spent.gap_us,
+            phase.step_us,
+        )
+        return
+    each = "" if spent.host_us_per_launch is None else f", {spent.host_us_per_launch:.1f} µs of the host's time for each"
+    yield Finding(
+        "gaps",
+        f"The GPU waits for the host: it computes {100 * spent.busy_share:.0f} % of the time, and {spent.gap_us:,.0f} µs of "
+        f"each step are gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each}).",
+        "Capture the step in a CUDA graph, or decode many tokens in one launch (executors graph and persistent).",
+        spent.gap_us,
+        phase.step_us,
+    )
+
+
+def _parts_of_attention(session: Session, phase: Phase, priced: list[Point], limits: Roofs) -> Iterator[Finding]:
+    parts = [point for point in priced if point.name in _PARTS]
+    if not parts:
+        return
+    work = session.workload(phase)
+    fused = next(c for c in cost.costs(_fused(work)) if c.step.name == "fused attention")
+    spent, best = sum(point.us for point in parts), limits.us(fused.bytes, fused.flops)
+    yield Finding(
+        "attention in parts",
+        f"Attention runs as {len(parts)} steps that hand their scores over through memory: {spent:,.0f} µs, where one "
+        f"fused kernel would need {best:,.0f} µs at the roof.",
+        "Fuse it (scaled_dot_product_attention, or FlashAttention of our kernels).",
+        spent - best,
+        phase.step_us,
+    )
+
+
+def _fused(work: cost.Workload) -> cost.Workload:
+    return cost.Workload(
+        config=work.config, dtype=work.dtype, batch=work.batch, new=work.new, past=work.past, logits=work.logits
+    )
+
+
+def _small_steps(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
+    """What a neighbour's kernel could do on its way, without a trip through memory."""
+    small = [point for point in priced if point.name in _SMALL]
+    spent = sum(_computing(phase, point) for point in small)
+    if small:
+        yield Finding(
+            "small steps",
+            f"LayerNorms, residuals, activation and reshapes compute for {spent:,.0f} µs of each step, though they do "
+            "almost no arithmetic.",
+            "Fuse them into the products beside them, as the kernels of the graph executor do."
+            if session.kind == "cuda"
+            else "Fuse them into the products beside them, as torch.compile does.",
+            spent,
+            phase.step_us,
+        )
+
+
+def _computing(phase: Phase, point: Point) -> float:
+    """Of a module's time what is no gap: those are another remedy's."""
+    return point.us * (phase.busy_us / phase.step_us)
+
+
+def _slow_products(phase: Phase, priced: list[Point]) -> Iterator[Finding]:
+    products = [point for point in priced if "rojection" in point.name or "xpansion" in point.name or "LM head" in point.name]
+    if not products:
+        return
+    spent = sum(_computing(phase, point) for point in products)
+    best = sum(min(point.us, point.roof_us) for point in products)
+    worst = min(products, key=lambda point: point.share)
+    yield Finding(
+        "slow products",
+        f"Matrix products take {spent:,.0f} µs where their bytes and FLOPs need {best:,.0f} µs; the slowest, "
+        f"{worst.name}, reaches {100 * worst.share:.0f} % of its roof ({worst.gb_s:,.1f} GB/s).",
+        "Use kernels that stream weights at the speed of memory ('warpline ladder matmul' shows how, 'warpline tune' "
+        "finds their best form)."
+        if any(point.by_bytes for point in products)
+        else "Use larger tiles on tensor cores, or a larger batch.",
+        spent - best,
+        phase.step_us,
+    )
+
+
+def _precision(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
+    """Half the bytes to a weight, on GPUs, which compute in half precision as fast as they read it."""
+    bound = [point for point in priced if point.bound == "memory"]
+    if session.kind != "cuda" or session.dtype != "fp32" or not bound:
+        return
+    spent = sum(point.us for point in bound)
+    yield Finding(
+        "fp32",
+        f"{spent:,.0f} µs of each step are bound by memory, which holds four bytes for every weight.",
+        "Store weights in fp16 (--dtype fp16): half the bytes, half that time.",
+        spent / 2,
+        phase.step_us,
+    )
