@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu check format readme clean
+.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -16,6 +16,8 @@ help:
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
 	@echo "make ladder-gpu every rung of every ladder, into results/ (a few minutes)"
 	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
+	@echo "make profile-cpu where the time of the CPU methods goes, sessions into results/ (two minutes)"
+	@echo "make profile-gpu where the time of the GPU methods goes, sessions into results/ (a few minutes)"
 	@echo "make check    ruff (lint and format) and strict mypy"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
@@ -63,6 +65,17 @@ ladder-gpu:
 # On a GPU; `make readme` then makes the package's choices, the table and the picture of the new rows.
 tune-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline tune --save results
+
+# Sessions for docs/profiling.md, from the naive model to the fastest; `make readme` then makes its tables.
+profile-cpu: $(VENV)/.dev
+	set -e; for model in stories random:gpt2; do for method in naive torch hf-sdpa; do \
+		$(BIN)/warpline profile $$method -m $$model --device cpu --context 64 --save results > /dev/null; done; done
+
+profile-gpu:
+	set -e; for method in naive hf-eager; do \
+		PYTHONPATH=src $(PYTHON) -m warpline profile $$method --device cuda --dtype fp32 --save results > /dev/null; done
+	set -e; for method in naive torch hf-sdpa static-kv static-kv-graph static-kv-compile kernels graph persistent; do \
+		PYTHONPATH=src $(PYTHON) -m warpline profile $$method --device cuda --save results > /dev/null; done
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

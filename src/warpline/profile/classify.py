@@ -24,23 +24,29 @@ _OPERATORS = {
     "GEMM": r"mm|bmm|addmm_?|baddbmm|matmul|linear|einsum|mv|addmv_?|dot|_?addmm_activation|mkldnn_linear|"
     r"_mkl_linear|_linear_pointwise",
     "attention": r"_?scaled_dot_product.*|_(flash|efficient|cudnn)_attention.*|_?native_multi_head_attention",
-    "reduction": r"(native_)?layer_norm|_?(log_)?softmax|sum|mean|var|var_mean|std|norm|max|min|amax|amin|argmax|argmin|"
-    r"any|all|cumsum|topk|sort|prod|isfinite|_is_all_true|_local_scalar_dense|item|is_nonzero|equal|logsumexp",
-    "elementwise": r"(add|sub|rsub|mul|div|pow|tanh|exp|log|neg|abs|sqrt|rsqrt|gelu|relu|silu|sigmoid|where|masked_fill|"
-    r"maximum|minimum|clamp.*|eq|ne|lt|le|gt|ge|logical_.*|bitwise_.*|__.*__|floor_divide|remainder|tril|triu|dropout)_?",
-    "memory": r"(copy|clone|contiguous|to|_to_copy|cat|stack|index|index_select|index_put|_index_put_impl|gather|scatter.*|"
-    r"embedding|view|_unsafe_view|reshape|_reshape_alias|transpose|permute|t|expand|as_strided|slice|select|narrow|split.*|"
-    r"chunk|unsqueeze|squeeze|flatten|unflatten|empty.*|new_.*|zeros.*|ones.*|full.*|fill|zero|arange|lift_fresh|alias|"
-    r"detach|resolve_.*|repeat.*|resize|set|numpy_T|pad|constant_pad_nd|index_copy|scalar_tensor|_pin_memory|unbind)_?",
+    "reduction": r"(native_)?layer_norm|_?(log_)?softmax|sum|mean|var|var_mean|std|norm|max|min|amax|amin|"
+    r"argmax|argmin|any|all|cumsum|topk|sort|prod|isfinite|_is_all_true|_local_scalar_dense|item|is_nonzero|equal|logsumexp",
+    "elementwise": r"(add|sub|rsub|mul|div|pow|tanh|exp|log|neg|abs|sqrt|rsqrt|gelu|relu|silu|sigmoid|where|"
+    r"masked_fill|maximum|minimum|clamp.*|eq|ne|lt|le|gt|ge|logical_.*|bitwise_.*|__.*__|floor_divide|remainder|tril|triu)_?",
+    "memory": r"(copy|clone|contiguous|to|_to_copy|cat|stack|index|index_select|index_put|_index_put_impl|gather|"
+    r"scatter.*|embedding|view|_unsafe_view|reshape|_reshape_alias|transpose|permute|t|expand|as_strided|slice|select|"
+    r"narrow|split.*|chunk|unsqueeze|squeeze|flatten|unflatten|empty.*|new_.*|zeros.*|ones.*|full.*|fill|zero|arange|"
+    r"lift_fresh|alias|detach|resolve_.*|repeat.*|resize|set|numpy_T|pad|constant_pad_nd|index_copy|scalar_tensor|"
+    r"_pin_memory|unbind)_?",
 }
 #: Kernels of others on a GPU: the first rule of which something is found in the name.
 _KERNELS = (
+    ("reduction", r"^triton_(red|per)_"),
+    ("elementwise", r"^triton_poi_"),
     ("memory", r"^Memcpy|^Memset|^memcpy|^memset"),
     ("attention", r"flash|fmha|attention|sdpa|mha_"),
     ("GEMM", r"gemm|gemv|cutlass|wgmma|sgemm|xmma|cublas|splitK|dot_kernel|_mm_|\bnvjet"),
-    ("reduction", r"layer_norm|layernorm|softmax|reduce|argmax|triton_(red|per)_|norm_kernel|cub::.*(Scan|Sort)|topk|sort"),
-    ("memory", r"copy|Copy|cat|Cat|gather|scatter|index|Index|embedding|transpose|fill|Fill|arange"),
-    ("elementwise", r"elementwise|triton_poi_|gelu|where|compare|binary|unary|pointwise"),
+    (
+        "reduction",
+        r"layer_norm|layernorm|softmax|reduce|argmax|norm_kernel|cub::.*(Scan|Sort)|topk|sort",
+    ),
+    ("memory", r"copy|Copy|CatArray|gather|scatter|index|Index|embedding|transpose|fill|Fill|arange"),
+    ("elementwise", r"elementwise|gelu|where|compare|binary|unary|pointwise"),
 )
 _HOST = re.compile(r"^[a-z_]+::")
 

@@ -71,9 +71,7 @@ def _modules(before: Phase, after: Phase) -> list[Change]:
     trees = [tree.build(phase) for phase in (before, after)]
     times: list[dict[ModulePath, float]] = [{node.path: node.us for _, node in root.walk()} for root in trees]
     order = _merged_order(*(list(one) for one in times))
-    return [
-        Change(path[-1] if path else "step", len(path), times[0].get(path), times[1].get(path)) for path in order
-    ]
+    return [Change(path[-1] if path else "step", len(path), times[0].get(path), times[1].get(path)) for path in order]
 
 
 def _merged_order(first: list[ModulePath], second: list[ModulePath]) -> list[ModulePath]:

@@ -2,8 +2,8 @@
 module that launched it. Knows no torch, so recorded and made-up events are treated alike.
 
 On a GPU a step lasts from the end of the last kernel of the step before to the end of its own last kernel; the time
-before a kernel in which nothing ran is a gap, and belongs to the module that the GPU waited for. On a CPU a step is what
-the host does between two marks; what no operator accounts for is a gap: Python, and the dispatch of operators.
+before a kernel in which nothing ran is a gap, and belongs to the module that the GPU waited for. On a CPU a step is
+what the host does between two marks; what no operator accounts for is a gap: Python, and the dispatch of operators.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class _Host:
         spans = [event for event in events if event.kind == "span"]
         self.spans = spans
         self._set(_segments(spans, bounds))
-        inside = [e for e in events if e.kind == "op" and e.name in FUSED_OPS and self.at(e.start)[-1:] == ("attention",)]
+        inside = [
+            e for e in events if e.kind == "op" and e.name in FUSED_OPS and self.at(e.start)[-1:] == ("attention",)
+        ]
         if inside:
             found = [Event("span", e.name, e.start, e.us, path=(*self.at(e.start), "fused attention")) for e in inside]
             self.spans = spans + found
@@ -256,13 +258,13 @@ def _places(
 
 def _rows(sums: dict[ModulePath, _Sums], count: int) -> tuple[SpanRow, ...]:
     ordered = sums.items()  # modules as they were first met
-    return tuple(SpanRow(path, s.busy / count, s.gap / count, s.calls / count) for path, s in ordered if s.busy or s.gap)
+    return tuple(
+        SpanRow(path, s.busy / count, s.gap / count, s.calls / count) for path, s in ordered if s.busy or s.gap
+    )
 
 
 def _kernel_rows(table: dict[tuple[str, ModulePath], _Sums], count: int) -> tuple[KernelRow, ...]:
-    rows = [
-        KernelRow(name, path, s.calls / count, s.busy / count, s.gap / count) for (name, path), s in table.items()
-    ]
+    rows = [KernelRow(name, path, s.calls / count, s.busy / count, s.gap / count) for (name, path), s in table.items()]
     return tuple(sorted(rows, key=lambda row: -row.us))
 
 
@@ -271,11 +273,11 @@ def _timeline(
 ) -> tuple[Moment, ...]:
     """The first steps, a limited number of moments of them, from zero on."""
     first, last = bounds[skip], bounds[min(len(bounds) - 1, skip + TRACE_STEPS)]
-    found = [Moment("module", s.path[-1], s.path, s.start, s.us) for s in host.spans if first <= s.start < last and s.path]
+    found = [
+        Moment("module", s.path[-1], s.path, s.start, s.us) for s in host.spans if first <= s.start < last and s.path
+    ]
     shown = (e for e in calls if first <= e.start < last and e.us >= SHORTEST)
     found += [Moment("host", e.name, host.at(e.start), e.start, e.us) for e in shown]
     found += gpu
     found.sort(key=lambda moment: (moment.start, -moment.us))
-    return tuple(
-        Moment(m.track, m.name, m.path, m.start - first, m.us) for m in found[:MOST_MOMENTS]
-    )
+    return tuple(Moment(m.track, m.name, m.path, m.start - first, m.us) for m in found[:MOST_MOMENTS])

@@ -9,6 +9,7 @@ from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model import parameters as p
 from warpline.profile import tree
+from warpline.profile.classify import classify
 from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, steps_of
 from warpline.profile.session import ModulePath, Phase, Session
 
@@ -152,6 +153,22 @@ def _point(name: str, us: float, prices: list[cost.StepCost], limits: Roofs) -> 
     moved += sum(activations) if PLUS not in name else max(activations)
     by_bytes = limits.bytes_us(moved) >= limits.flops_us(flops)
     return Point(name, us, moved, flops, limits.us(moved, flops), by_bytes)
+
+
+def class_bytes(session: Session, phase: Phase) -> dict[str, int]:
+    """Bytes that each class must move: a module's are of the class in which it spends most."""
+    spent: dict[str, dict[str, float]] = {}
+    for row in phase.kernels:
+        if row.path:
+            found = spent.setdefault(row.path[-1], {})
+            kind = classify(row.name)
+            found[kind] = found.get(kind, 0.0) + row.us
+    sums: dict[str, int] = {}
+    for point in points(session, phase):
+        if kinds := spent.get(point.name):
+            kind = max(kinds, key=kinds.__getitem__)
+            sums[kind] = sums.get(kind, 0) + point.bytes
+    return sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,9 +264,7 @@ def _phase(raw: dict[str, Any], words: list[Any]) -> Phase:
         plain_us=_positive(raw["plain_us"]),
         work=Work(**raw["work"]),
         spans=tuple(SpanRow(words[p], float(b), float(g), float(c)) for p, b, g, c in raw["spans"]),
-        kernels=tuple(
-            KernelRow(words[n], words[p], float(c), float(u), float(d)) for n, p, c, u, d in raw["kernels"]
-        ),
+        kernels=tuple(KernelRow(words[n], words[p], float(c), float(u), float(d)) for n, p, c, u, d in raw["kernels"]),
         launches=Launches(**raw["launches"]),
         timeline=tuple(timeline),
     )

@@ -26,9 +26,9 @@ def stages(layers: int) -> list[ModulePath]:
 
 
 def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) -> list[tuple[float, float, float]]:
-    """Mean, shortest and longest µs of each of `count` stages, from the clocks of each block, which hold some tokens one
-    behind the other. A multiprocessor's clock is compared with itself alone; cycles become µs because the mean token is
-    known to take `token_us`. The first token only begins the measurement."""
+    """Mean, shortest and longest µs of each of `count` stages. Each block's clocks hold some tokens one behind the
+    other, of which the first only begins the measurement. A clock is compared with itself alone; cycles become µs
+    because the mean token is known to take `token_us`."""
     tokens = len(clocks[0]) // count
     if tokens < 2:
         raise ValueError("stamps of two tokens are needed: the first one's begin is not stamped")

@@ -42,8 +42,8 @@ class Finding:
     def text(self) -> str:
         """The paragraph."""
         return (
-            f"{self.cause} {self.remedy} That would take a step from {self.step_us:,.0f} to about {self.after_us:,.0f} µs "
-            f"({self.gain:.2f}× as fast)."
+            f"{self.cause} {self.remedy} That would take a step from {self.step_us:,.0f} to about "
+            f"{self.after_us:,.0f} µs ({self.gain:.2f}× as fast)."
         )
 
 
@@ -112,11 +112,13 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
             phase.step_us,
         )
         return
-    each = "" if spent.host_us_per_launch is None else f", {spent.host_us_per_launch:.1f} µs of the host's time for each"
+    each = (
+        "" if spent.host_us_per_launch is None else f", {spent.host_us_per_launch:.1f} µs of the host's time for each"
+    )
     yield Finding(
         "gaps",
-        f"The GPU waits for the host: it computes {100 * spent.busy_share:.0f} % of the time, and {spent.gap_us:,.0f} µs of "
-        f"each step are gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each}).",
+        f"The GPU waits for the host: it computes {100 * spent.busy_share:.0f} % of the time, and {spent.gap_us:,.0f} "
+        f"µs of each step are gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each}).",
         "Capture the step in a CUDA graph, or decode many tokens in one launch (executors graph and persistent).",
         spent.gap_us,
         phase.step_us,
@@ -169,7 +171,9 @@ def _computing(phase: Phase, point: Point) -> float:
 
 
 def _slow_products(phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    products = [point for point in priced if "rojection" in point.name or "xpansion" in point.name or "LM head" in point.name]
+    products = [
+        point for point in priced if "rojection" in point.name or "xpansion" in point.name or "LM head" in point.name
+    ]
     if not products:
         return
     spent = sum(_computing(phase, point) for point in products)

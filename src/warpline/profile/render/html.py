@@ -1,0 +1,169 @@
+"""One page with everything, nothing fetched from elsewhere: tree, tables that can be sorted, a roofline to hover over,
+a timeline to zoom into, the verdict. Its colours follow the reader's light or dark theme."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from importlib import resources
+
+from warpline.profile import tree
+from warpline.profile.classify import classify
+from warpline.profile.render import sections as s
+from warpline.profile.roofline import Point, points, roofs, whole
+from warpline.profile.session import Phase, Session
+
+_PARTS = __package__ or ""
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 420, 64, 44
+
+
+def page(session: Session, *, gpu: str | None = None) -> str:
+    """The page."""
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>warpline profile: {_safe(session.label)}</title><style>{_part('page.css')}</style></head><body>",
+        f"<h1>warpline profile</h1><p class='soft'>{_safe(s.heading(session))}</p>",
+        *(f"<p class='soft'>Note: {_safe(note)}.</p>" for note in session.notes),
+    ]
+    for phase in session.phases:
+        parts += _phase(session, phase, gpu)
+    parts.append(f"<div id='tip' role='tooltip'></div><script>{_part('page.js')}</script></body></html>\n")
+    return "\n".join(parts)
+
+
+def _part(name: str) -> str:
+    return resources.files(_PARTS).joinpath(name).read_text(encoding="utf-8")
+
+
+def _safe(text: object) -> str:
+    return html.escape(str(text), quote=True)
+
+
+def _phase(session: Session, phase: Phase, gpu: str | None) -> list[str]:
+    found = {section.title: section for section in s.phase_sections(session, phase, gpu=gpu, most=None)}
+    kernels = found.pop("Kernels", None) or found.pop("Operators")
+    figures, verdict = found.pop(phase.name), found.pop("Verdict")
+    found.pop("Modules")
+    shares = [found.pop(title) for title in list(found) if title.startswith("Shares of")]
+    parts = [
+        f"<h2>{_safe(phase.name)}</h2><p class='verdict'>{_safe(verdict.text)}</p>{_table(figures, 'plain')}",
+        "<h3>One step on the timeline</h3>",
+        _timeline(phase),
+        "<h3>Modules, layers merged</h3>",
+        _tree(phase, merge=True),
+        f"<details><summary>Each layer apart</summary>{_tree(phase, merge=False)}</details>",
+        "<div class='grid'>",
+        *(f"<div><h3>{_safe(one.title)}</h3>{_table(one)}</div>" for one in shares),
+        "</div><h3>Roofline</h3>",
+        _roofline(session, phase),
+    ]
+    for section in found.values():
+        parts.append(f"<h3>{_safe(section.title)}</h3>{_table(section, 'sortable')}")
+    return [*parts, f"<h3>{_safe(kernels.title)}</h3>{_table(kernels, 'sortable')}"]
+
+
+def _table(section: s.Section, kind: str = "") -> str:
+    head = "".join(f"<th>{_safe(title)}</th>" for title in section.columns) if any(section.columns) else ""
+    body = "".join("<tr>" + "".join(f"<td>{_safe(cell)}</td>" for cell in row) + "</tr>" for row in section.rows)
+    text = f"<p class='soft'>{_safe(section.text)}</p>" if section.text else ""
+    if not section.rows:
+        return text
+    inside = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f"<div class='wide'><table class='{kind}'>{inside}</table></div>{text}"
+
+
+def _tree(phase: Phase, *, merge: bool) -> str:
+    root = tree.build(phase, merge=merge)
+    return f"<div class='tree'>{_node(root, root, deep=merge)}</div>"
+
+
+def _node(node: tree.Node, root: tree.Node, *, deep: bool) -> str:
+    share = node.share_of(root)
+    busy = node.busy_us / node.us if node.us else 1.0
+    bar = f"<i class='bar' style='width:{100 * share * 0.9:.2f}%;--busy:{100 * busy:.0f}%'></i>"
+    row = (
+        f"<span class='row'><span>{_safe(node.name)}</span><span>{node.us:,.1f} µs</span>"
+        f"<span>{100 * share:.1f} %</span><span>{bar}</span></span>"
+    )
+    if not node.children:
+        return f"<div class='leaf'>{row}</div>"
+    inside = "".join(_node(child, root, deep=deep) for child in node.children.values())
+    is_open = " open" if deep or node is root else ""
+    return f"<details{is_open}><summary>{row}</summary>{inside}</details>"
+
+
+def _timeline(phase: Phase) -> str:
+    """Moments as data; the script draws them. Red is where nothing ran."""
+    if not phase.timeline:
+        return "<p class='soft'>This session was kept without its timeline.</p>"
+    until = phase.step_us * 1.02
+    shown = [m for m in phase.timeline if m.start < until]
+    modules = {path: i for i, path in enumerate(dict.fromkeys(m.path for m in shown))}
+    rows = [
+        (m.track, m.name, " / ".join(m.path) or "step", m.start, m.us, classify(m.name), modules[m.path]) for m in shown
+    ]
+    name = f"timeline-{phase.name}"
+    data = json.dumps(rows, separators=(",", ":")).replace("</", "<\\/")
+    return (
+        f"<canvas class='timeline' data-source='{name}' role='img' aria-label='one {phase.name} step'></canvas>"
+        f"<script type='application/json' id='{name}'>{data}</script>"
+        "<p class='soft'>Red is where nothing ran. The wheel zooms, dragging moves, a double click shows all.</p>"
+    )
+
+
+def _roofline(session: Session, phase: Phase) -> str:
+    """TFLOP/s over FLOP per byte, both logarithmic: below the slope memory binds, below the flat the arithmetic."""
+    limits = roofs(session)
+    drawn = [point for point in [*points(session, phase), whole(session, phase)] if point.flops and point.bytes]
+    knee = 1e3 * limits.tflop_s / limits.read_gb_s
+    low = math.floor(math.log10(min(0.05, *(point.intensity for point in drawn))))
+    high = math.ceil(math.log10(max(10 * knee, *(point.intensity for point in drawn))))
+    top = math.ceil(math.log10(limits.tflop_s * 1.05))
+    bottom = math.floor(math.log10(min(point.tflop_s for point in drawn)))
+
+    def x(intensity: float) -> float:
+        return _LEFT + (math.log10(intensity) - low) / (high - low) * (_WIDTH - _LEFT - 10)
+
+    def y(rate: float) -> float:
+        return 10 + (top - math.log10(rate)) / (top - bottom) * (_HEIGHT - _BOTTOM - 10)
+
+    parts = [f"<svg class='roof' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='roofline of {phase.name}'>"]
+    for power in range(low, high + 1):
+        at = x(10.0**power)
+        parts.append(f"<path class='grid-line' d='M{at:.1f} 10V{_HEIGHT - _BOTTOM}'/>")
+        parts.append(f"<text x='{at:.1f}' y='{_HEIGHT - 26}' text-anchor='middle'>{10.0**power:g}</text>")
+    for power in range(bottom, top + 1):
+        at = y(10.0**power)
+        parts.append(f"<path class='grid-line' d='M{_LEFT} {at:.1f}H{_WIDTH - 10}'/>")
+        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{10.0**power:g}</text>")
+    least = max(10.0**low, 10.0**bottom * 1e3 / limits.read_gb_s)
+    slope = (
+        f"M{x(least):.1f} {y(least * limits.read_gb_s / 1e3):.1f}L{x(knee):.1f} {y(limits.tflop_s):.1f}H{_WIDTH - 10}"
+    )
+    parts.append(f"<path class='limit' d='{slope}'/>")
+    taken: list[tuple[float, float]] = []
+    for point in sorted(drawn, key=lambda point: -point.us):
+        parts.append(_dot(point, x(point.intensity), y(point.tflop_s), phase, taken))
+    parts.append(f"<text x='{(_WIDTH + _LEFT) / 2}' y='{_HEIGHT - 6}' text-anchor='middle'>FLOP per byte</text>")
+    parts.append(f"<text x='4' y='{_HEIGHT / 2}' transform='rotate(-90 12 {_HEIGHT / 2})'>TFLOP/s</text></svg>")
+    return "".join(parts)
+
+
+def _dot(point: Point, x: float, y: float, phase: Phase, taken: list[tuple[float, float]]) -> str:
+    """A module; those that take long have their names beside them, further down where another name is in the way."""
+    text = (
+        f"{point.name}\n{point.us:,.1f} µs, {point.gb_s:,.1f} GB/s, {point.tflop_s:,.3f} TFLOP/s\n"
+        f"{point.bound}-bound, {100 * point.share:.0f} % of the roof"
+    )
+    radius = 4 + 12 * math.sqrt(min(1.0, point.us / phase.step_us))
+    label = ""
+    if point.us > 0.04 * phase.step_us:
+        at = y + 4
+        while any(abs(at - other) < 14 and abs(x - beside) < 170 for beside, other in taken):
+            at += 14
+        taken.append((x, at))
+        side, anchor = (x + radius + 4, "start") if x < 0.75 * _WIDTH else (x - radius - 4, "end")
+        label = f"<text x='{side:.1f}' y='{at:.1f}' text-anchor='{anchor}'>{_safe(point.name)}</text>"
+    return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius:.1f}' data-tip='{_safe(text)}'/>{label}"

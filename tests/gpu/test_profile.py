@@ -1,0 +1,108 @@
+"""The profiler on a GPU: every method's modules sum to the step and its kernels to the busy time, executors are placed
+by their tables, and the persistent kernel shows its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import SMALL
+from warpline.cli.main import main
+from warpline.profile import collect as recording
+from warpline.profile import tree
+from warpline.profile.collect import Wish, collect
+from warpline.profile.names import BLOCKS
+from warpline.profile.session import Session, dumps, loads, read
+
+pytestmark = [  # torch's own
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
+]
+
+
+def profiled(method: str, **changes: Any) -> Session:
+    torch._dynamo.reset()
+    usual: dict[str, Any] = {"model": SMALL, "dtype": "fp16", "device": "cuda", "context": 20, "steps": 6}
+    return collect(Wish(method=method, **usual | changes))
+
+
+METHODS = ["naive", "torch", "hf-eager", "hf-sdpa", "static-kv", "static-kv-graph", "kernels", "graph", "persistent"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sums(method: str, batch: int) -> None:
+    session = profiled(method, batch=batch)
+    for phase in session.phases:
+        root = tree.build(phase)
+        assert root.us == pytest.approx(phase.step_us, rel=0.02)
+        assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
+        assert phase.launches.kernels > 0
+    assert loads(dumps(session)).method == method
+
+
+@pytest.mark.parametrize("method", ["naive", "torch", "hf-sdpa", "kernels", "graph", "persistent"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_modules_are_seen(method: str, phase: str) -> None:
+    session = profiled(method, phases=(phase,))
+    assert not session.notes
+    block = tree.build(session.phases[0]).find(BLOCKS)
+    assert block is not None
+    assert {"attention", "MLP"} <= set(block.children)
+    blocks = tree.build(session.phases[0], merge=False).children
+    assert {"h.0", "h.1", "h.2"} <= set(blocks)
+
+
+@pytest.mark.parametrize("batch", [1, 64, 200])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_graphs_are_placed_by_their_table(batch: int, phase: str) -> None:
+    session = profiled("graph", batch=batch, phases=(phase,))
+    found = session.phases[0]
+    lost = [row for row in found.kernels if not row.path]
+    assert not lost, [row.name for row in lost]
+    assert found.launches.graphs == 1
+
+
+def test_strongest_torch_is_profiled() -> None:
+    session = profiled("static-kv-compile")
+    assert session.phase("decode").launches.graphs == 1
+    assert "no table exists" in session.notes[0]
+
+
+def test_the_host_is_the_bottleneck_of_eager_torch() -> None:
+    phase = profiled("torch", model="random:gpt2").phase("decode")
+    assert phase.gap_us > phase.busy_us
+    assert phase.launches.count > 100
+    assert phase.launches.host_us > 0
+
+
+def test_stages_of_the_persistent_kernel() -> None:
+    phase = profiled("persistent", model="random:gpt2").phase("decode")
+    assert phase.source == "stamps"
+    assert all(row.us >= 0 for row in phase.spans)
+    assert phase.slowdown < 1.3
+    assert phase.launches.count < 1
+
+
+def test_without_cupti(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(*_: Any) -> Any:
+        raise recording.CuptiMissingError("torch.profiler sees nothing of this GPU")
+
+    monkeypatch.setattr(recording, "_kineto", blind)
+    session = profiled("torch")
+    assert {phase.source for phase in session.phases} == {"events"}
+    assert "modules are timed by events" in session.notes[0]
+    for phase in session.phases:
+        assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["profile", "graph", "-m", SMALL, "--context", "16", "--steps", "3", "--session", str(tmp_path / "a.json")]
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--html", str(tmp_path / "a.html"), "--trace", str(tmp_path / "a.json.gz"), "--gpu", "t4"])
+    assert not caught.value.code
+    assert "GPU busy" in capsys.readouterr().out
+    assert read(tmp_path / "a.json").kind == "cuda"

@@ -1,0 +1,257 @@
+"""Recording on a CPU: sums hold against an independent clock, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import SMALL
+from warpline.bench import methods
+from warpline.bench.methods.base import Method
+from warpline.engine.schedule import decode_step
+from warpline.errors import ConfigError
+from warpline.model import observe
+from warpline.model.weights import load
+from warpline.profile import collect as recording
+from warpline.profile import stamps, tree
+from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_spans
+from warpline.profile.events import aggregate
+from warpline.profile.instruments import placed, reason_against, watched
+from warpline.profile.names import BLOCKS, op_path
+from warpline.profile.session import Session, Work
+
+CPU = torch.device("cpu")
+
+
+def wish(method: str, **changes: Any) -> Wish:
+    usual: dict[str, Any] = {"model": SMALL, "dtype": "fp32", "device": "cpu", "context": 12, "steps": 4}
+    return Wish(method=method, **usual | changes)
+
+
+def made(name: str, one: Wish) -> tuple[Method, torch.Tensor]:
+    weights = load(SMALL)
+    prompts = torch.randint(weights.config.vocab_size, (one.batch, one.context))
+    return methods.find(name)(weights, one.case, CPU), prompts
+
+
+@pytest.mark.parametrize("name", ["naive", "torch", "hf-eager", "hf-sdpa", "static-kv"])
+def test_modules_sum_to_the_step(name: str) -> None:
+    session = collect(wish(name, batch=2))
+    assert [phase.name for phase in session.phases] == ["prefill", "decode"]
+    for phase in session.phases:
+        root = tree.build(phase)
+        assert root.us == pytest.approx(phase.step_us, rel=0.02)
+        assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
+        assert phase.steps == (4 if phase.name == "decode" else recording.PROMPTS)
+        assert phase.fastest_us <= phase.step_us <= phase.slowest_us
+        assert phase.plain_us > 0
+        if name != "static-kv":  # a model of plain functions, without modules to see
+            attention = root.find(BLOCKS, "attention")
+            assert attention is not None
+            assert {"QKV projection", "output projection"} <= set(attention.children)
+            projections = [row for row in phase.spans if row.path[-1:] == ("QKV projection",)]
+            assert [row.calls for row in projections] == [1, 1, 1]
+    assert session.phase("decode").work.naive == (name == "naive")
+
+
+def test_recorded_steps_fill_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the wall clock, around the same generation."""
+    one = wish("torch", steps=37)
+    method, prompts = made("torch", one)
+    method.generate(prompts, one.case.new)
+    passed: list[float] = []
+    run = recording._run
+
+    def timed_run(*args: Any) -> None:
+        start = time.perf_counter()
+        run(*args)
+        passed.append(1e6 * (time.perf_counter() - start))
+
+    monkeypatch.setattr(recording, "_run", timed_run)
+    events, end = recording._kineto(method, prompts, 40, 1)
+    found = aggregate(events, end, on_gpu=False)
+    assert len(found.steps) == 40
+    assert 0.7 * passed[0] < sum(found.steps) < 1.02 * passed[0]  # but for what comes before the first step
+
+
+@pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv"])
+def test_nothing_stays_behind(name: str) -> None:
+    one = wish(name)
+    method, prompts = made(name, one)
+    expected = method.generate(prompts, 5).clone()
+    marks: list[int] = []
+    paths: list[tuple[str, ...]] = []
+
+    class Entered:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    def span(path: tuple[str, ...]) -> Any:
+        paths.append(path)
+        return Entered()
+
+    with watched(method, lambda: marks.append(1), span):
+        assert torch.equal(method.generate(prompts, 5), expected)
+    assert len(marks) == 5
+    seen = len(paths)
+    assert seen or name == "static-kv"
+    assert observe._observer is None
+    assert torch.equal(method.generate(prompts, 5), expected)
+    assert (len(marks), len(paths)) == (5, seen)
+
+
+def test_unwatched_model_enters_nothing() -> None:
+    assert observe.during.__globals__["_observer"] is None
+    assert observe.during(object(), 1) is observe._UNOBSERVED  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": MOST_STEPS + 1}, "more than a profile keeps"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"context": 0}, "context must be at least 1"),
+    ],
+)
+def test_bad_wishes(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        wish("torch", **changes)
+
+
+def test_what_cannot_be_profiled_says_why() -> None:
+    with pytest.raises(ConfigError, match="positions are more than"):
+        collect(wish("torch", context=4000))
+    with pytest.raises(ConfigError, match="runs on cuda only"):
+        collect(wish("graph"))
+    assert "outside of torch" in str(reason_against(methods.find("ctranslate2")))
+
+
+# --- the GPU's side, on made-up events --------------------------------------------------------------------------------
+
+
+def kineto(name: str, start: int, us: float, **more: Any) -> Any:
+    """One of kineto's events, as far as it is asked."""
+    usual = {"device": "CPU", "correlation": 0, "thread": 1, "user": False} | more
+    return SimpleNamespace(
+        name=lambda: name,
+        start_ns=lambda: 1000 * start,
+        duration_ns=lambda: int(1000 * us),
+        device_type=lambda: f"DeviceType.{usual['device']}",
+        correlation_id=lambda: usual["correlation"],
+        start_thread_id=lambda: usual["thread"],
+        is_user_annotation=lambda: usual["user"],
+    )
+
+
+def test_kinetos_events_become_ours() -> None:
+    raw = [
+        kineto("warpline mark", 100, 0.1, user=True),
+        kineto("warpline|h.0/attention/scores", 102, 20, user=True),
+        kineto("warpline|h.0/attention/scores", 130, 20, user=True, device="CUDA"),  # its copy on the GPU's track
+        kineto("aten::bmm", 104, 10),
+        kineto("aten::bmm", 104, 10, thread=9),
+        kineto("cudaLaunchKernel", 106, 4, correlation=7),
+        kineto("cudaStreamSynchronize", 112, 4),
+        kineto("gemm", 130, 20, correlation=7, device="CUDA"),
+        kineto("warpline mark end", 160, 0.1, user=True),
+    ]
+    events, end = convert(raw)
+    assert [(e.kind, e.name, e.start) for e in events] == [
+        ("mark", "warpline mark", 0),
+        ("span", "warpline|h.0/attention/scores", 2),
+        ("op", "aten::bmm", 4),
+        ("launch", "cudaLaunchKernel", 6),
+        ("kernel", "gemm", 30),
+    ]
+    assert end == 60
+    found = aggregate(events, end, on_gpu=True)
+    assert [row.path for row in found.kernels] == [("h.0", "attention", "scores")]
+
+
+def test_events_in_place_of_cupti() -> None:
+    taken = [
+        ("mark", (), 0.0, 0.0),
+        ("kernel", ("h.0",), 1.0, 11.0),
+        ("kernel", ("h.0", "ln_1"), 2.0, 5.0),
+        ("kernel", ("h.0", "MLP"), 6.0, 10.0),
+        ("mark", (), 20.0, 20.0),
+    ]
+    events, end = timed_spans(taken, 30.0)
+    found = aggregate(events, end, on_gpu=True)
+    assert found.steps == (10, 20)
+    rows = {row.path: (2 * row.busy_us, 2 * row.gap_us) for row in found.spans}
+    assert rows["h.0", "ln_1"] == (3, 2)
+    assert rows["h.0", "MLP"] == (4, 1)
+    assert rows["[step]",] == (10, 10)  # a step of which no module was seen
+
+
+def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = wish("torch")
+    method, prompts = made("torch", one)
+    method.generate(prompts, one.case.new)
+
+    def blind(*_: Any) -> Any:
+        raise recording.CuptiMissingError("torch.profiler sees nothing of this GPU")
+
+    real = recording._kineto
+    monkeypatch.setattr(recording, "_kineto", blind)
+    monkeypatch.setattr(recording, "_by_events", real)
+    recorder = recording._Recorder(method, prompts, one)
+    phase = recorder.phase("decode")
+    assert phase.source == "events"
+    assert "modules are timed by events" in recorder.notes[0]
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_kernels_are_placed_by_the_schedule(batch: int) -> None:
+    weights = load(SMALL)
+    steps = decode_step(weights, batch, "likeliest")
+    ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
+    names = [f"warpline_{step.op}" for step in steps]
+    found = placed(names, ops)
+    assert found == [path for _, path in ops]
+    for step, path in zip(steps, found, strict=True):
+        assert path is not None
+        assert step.layer is None or path[0] == f"h.{step.layer}", (step.op, path)
+    priced = {name for _, path in ops for name in path[-1].split(" + ")}
+    assert {"embedding", "QKV projection", "KV cache", "fused attention", "expansion", "projection"} <= priced
+    assert {"residual 1", "residual 2", "ln_1", "ln_2", "activation", "output projection", "LM head"} <= priced
+
+
+def test_a_librarys_kernels_belong_to_the_ops_between_ours() -> None:
+    ops = [("layernorm", ("a",)), ("matmul_bias_gelu", ("b",)), ("matmul_bias", ("c",)), ("residual_layernorm", ("d",))]
+    names = ["warpline_layernorm", "sm90_xmma_gemm", "gelu_kernel", "sm90_xmma_gemm", "warpline_residual_layernorm"]
+    assert placed(names, ops) == [("a",), ("b",), ("b",), ("c",), ("d",)]
+    assert placed([names[0], "strange", names[-1]], ops) == [("a",), None, ("d",)]
+    assert placed(["warpline_unheard_of"], ops) == [None]
+
+
+def test_stamps() -> None:
+    """Two blocks, three tokens, clocks that begin anywhere and run twice as fast as a nanosecond."""
+    modules = stamps.stages(2)
+    count = len(modules)
+    assert count == 2 * 9 + 3
+    clocks = [
+        [10_000 * block + 2000 * i + (100 if block else 0) * (i % 2) for i in range(3 * count)] for block in (0, 1)
+    ]
+    each = stamps.stage_times(clocks, count, token_us=count * 1.0)
+    assert sum(mean for mean, _, _ in each) == pytest.approx(count)
+    assert all(low <= mean <= high for mean, low, high in each)
+    assert each[0][0] == pytest.approx(1.0, rel=0.05)
+    with pytest.raises(ValueError, match="two tokens"):
+        stamps.stage_times([[1] * count], count, 1.0)
+    phase = stamps.stamped_phase(modules, each, 2, float(count), float(count), Work(1, 8, 1, naive=False))
+    root = tree.build(phase)
+    assert root.us == pytest.approx(count)
+    assert root.find(BLOCKS, "attention", "output projection + residual 1", "heads gathered") is not None
+    assert phase.gap_us == 0
+
+
+def test_recorded_session_knows_where_it_comes_from(recorded: Session) -> None:
+    assert {"commit", "torch", "device", "time", "source"} <= set(recorded.origin)
+    assert recorded.read_gb_s > 0 < recorded.product_tflop_s

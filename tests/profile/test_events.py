@@ -1,0 +1,149 @@
+"""Made-up events become rows whose sums are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from warpline.errors import ConfigError
+from warpline.profile.events import MOST_MOMENTS, TRACE_STEPS, Event, aggregate
+from warpline.profile.session import ModulePath
+
+
+def span(start: float, us: float, *path: str) -> Event:
+    return Event("span", "/".join(path), start, us, path=path)
+
+
+def times(rows: object) -> dict[ModulePath, tuple[float, float]]:
+    return {row.path: (row.busy_us, row.gap_us) for row in rows}  # type: ignore[attr-defined]
+
+
+def host_step(at: float) -> list[Event]:
+    """30 µs: 2 nothing, 8 a leaf, 2 between siblings, 6 a leaf, 4 between blocks, 5 a leaf, 3 nothing."""
+    return [
+        Event("mark", "", at),
+        span(at + 2, 8, "h.0", "attention", "scores"),
+        Event("op", "aten::matmul", at + 3, 6),
+        Event("op", "aten::bmm", at + 4, 4),
+        span(at + 12, 6, "h.0", "attention", "mask"),
+        span(at + 22, 5, "h.1", "ln_1"),
+        Event("op", "aten::native_layer_norm", at + 23, 3),
+    ]
+
+
+def test_every_moment_on_a_cpu_has_a_module() -> None:
+    found = aggregate(host_step(0) + host_step(30) + host_step(60), 90, skip=1, on_gpu=False)
+    assert found.steps == (30, 30)
+    rows = times(found.spans)
+    assert rows["h.0", "attention", "scores"] == (6, 2)
+    assert rows["h.0", "attention"] == (0, 2)  # between two of its steps
+    assert rows["h.0", "attention", "mask"] == (0, 6)
+    assert rows["h.1", "ln_1"] == (3, 2)
+    assert rows[()] == (0, 9)  # before, behind, and between two blocks
+    assert sum(a + b for a, b in rows.values()) == 30
+    kernels = {row.name: row for row in found.kernels}
+    assert (kernels["aten::matmul"].us, kernels["aten::matmul"].duration_us) == (2, 6)
+    assert sum(row.us for row in found.kernels) == sum(busy for busy, _ in rows.values())
+    assert kernels["aten::bmm"].path == ("h.0", "attention", "scores")
+
+
+def test_spans_inside_spans_keep_their_own_time() -> None:
+    events = [Event("mark", "", 0), span(1, 20, "h.0"), span(2, 5, "h.0", "ln_1"), span(8, 10, "h.0", "attention")]
+    events += [Event("op", "aten::scaled_dot_product_attention", 9, 4)]
+    rows = times(aggregate(events, 25, on_gpu=False).spans)
+    assert rows["h.0",] == (0, 5)
+    assert rows["h.0", "ln_1"] == (0, 5)
+    assert rows["h.0", "attention"] == (0, 6)
+    assert rows["h.0", "attention", "fused attention"] == (4, 0)
+    assert rows[()] == (0, 5)
+
+
+def gpu_step(at: float, number: int) -> list[Event]:
+    """Two launches in 40 µs; the kernels run 10 µs later, and the second begins before the first one's end."""
+    return [
+        Event("mark", "", at),
+        span(at + 1, 10, "h.0", "attention", "scores"),
+        Event("launch", "cudaLaunchKernel", at + 5, 3, correlation=2 * number),
+        Event("kernel", "gemm", at + 15, 10, correlation=2 * number),
+        span(at + 12, 8, "h.0", "ln_1"),
+        Event("launch", "cudaLaunchKernel", at + 14, 3, correlation=2 * number + 1),
+        Event("kernel", "norm", at + 20, 15, correlation=2 * number + 1),
+    ]
+
+
+def test_gaps_and_overlaps_on_a_gpu() -> None:
+    events = [event for i in range(3) for event in gpu_step(40.0 * i, i + 1)]
+    found = aggregate(events, 120, skip=1, on_gpu=True)
+    assert found.steps == (40, 40)
+    rows = times(found.spans)
+    assert rows["h.0", "attention", "scores"] == (10, 20)  # from 35 of the step before to 15
+    assert rows["h.0", "ln_1"] == (10, 0)  # what the first one's end leaves of it
+    assert sum(a + b for a, b in rows.values()) == 40
+    assert {row.name: (row.us, row.duration_us) for row in found.kernels} == {"gemm": (10, 10), "norm": (10, 15)}
+    assert (found.launches.count, found.launches.host_us, found.launches.kernels) == (2, 6, 2)
+    assert found.unplaced == 0
+
+
+def test_kernels_run_late_but_belong_to_the_step_that_launched_them() -> None:
+    events = [event for i in range(4) for event in gpu_step(40.0 * i, i + 1)]
+    late = [replace(e, start=e.start + 100) if e.kind == "kernel" else e for e in events]
+    found = aggregate(late, 300, skip=1, on_gpu=True)
+    assert found.steps == (40, 40, 40)
+    assert found.launches.kernels == 2
+
+
+def test_kernels_of_a_graph() -> None:
+    events: list[Event] = []
+    for i in range(3):
+        events += [Event("mark", "", 50.0 * i), Event("launch", "cudaGraphLaunch", 50.0 * i + 1, 8, correlation=i + 1)]
+        events += [Event("kernel", f"k{j}", 50.0 * i + 10 + 5 * j, 4, correlation=i + 1) for j in range(3)]
+    alone = aggregate(events, 150, skip=1, on_gpu=True)
+    assert alone.unplaced == 6
+    assert set(times(alone.spans)) == {()}
+    paths: list[ModulePath | None] = [("h.0", "ln_1"), ("h.0", "MLP", "expansion"), None]
+    placed = aggregate(events, 150, skip=1, on_gpu=True, sequencer=lambda names: paths[: len(names)])
+    assert placed.unplaced == 2
+    assert times(placed.spans)["h.0", "MLP", "expansion"] == (4, 1)
+    assert (placed.launches.graphs, placed.launches.count, placed.launches.kernels) == (1, 1, 3)
+
+
+def test_sums_hold_for_anything() -> None:
+    """Random kernels, overlapping or not: modules sum to the step, kernels to what is busy."""
+    dice = random.Random(3)
+    events: list[Event] = []
+    at, free = 0.0, 0.0
+    for step in range(12):
+        events.append(Event("mark", "", at))
+        for k in range(dice.randint(1, 30)):
+            name, number = f"m{dice.randint(0, 5)}", 1000 * step + k + 1
+            events.append(span(at + 0.1, 2, f"h.{dice.randint(0, 3)}", name))
+            events.append(Event("launch", "cuLaunchKernelEx", at + 0.5, 1, correlation=number))
+            start = max(at + 4, free - dice.random() * 3)
+            events.append(Event("kernel", name, start, us := dice.random() * 9, correlation=number))
+            free = max(free, start + us)
+            at += 2.5
+        at += 1
+    found = aggregate(events, at + 50, skip=2, on_gpu=True)
+    rows = times(found.spans)
+    mean = sum(found.steps) / len(found.steps)
+    assert sum(a + b for a, b in rows.values()) == pytest.approx(mean)
+    assert sum(row.us for row in found.kernels) == pytest.approx(sum(busy for busy, _ in rows.values()))
+
+
+def test_nothing_recorded() -> None:
+    with pytest.raises(ConfigError, match="no step was recorded"):
+        aggregate([], 1.0, on_gpu=False)
+    with pytest.raises(ConfigError, match="no step was recorded"):
+        aggregate(host_step(0), 30, skip=1, on_gpu=False)
+    with pytest.raises(ConfigError, match="the GPU did nothing"):
+        aggregate(host_step(0), 30, on_gpu=True)
+
+
+def test_the_timeline_is_bounded() -> None:
+    events = [Event("mark", "", 1000.0 * i) for i in range(20)]
+    events += [Event("op", "aten::add", 2.5 * i, 2.4) for i in range(8000)]
+    found = aggregate(events, 20_000, on_gpu=False)
+    assert len(found.timeline) <= MOST_MOMENTS
+    assert max(moment.start for moment in found.timeline) < 1000 * TRACE_STEPS

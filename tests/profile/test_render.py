@@ -1,0 +1,138 @@
+"""What is drawn: a page in a real browser, a trace, Markdown, the terminal."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.profile.conftest import made_up
+from warpline.profile.compare import compare
+from warpline.profile.render import console, markdown
+from warpline.profile.render.chrome import trace
+from warpline.profile.render.html import page
+from warpline.profile.session import Session, write
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def browse(html: Path, *arguments: str) -> str:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *arguments, html.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "Uncaught" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def brightness_of(png: Path) -> float:
+    """Of the picture's first pixel: the page's background."""
+    data, at, packed = png.read_bytes(), 8, b""
+    while at < len(data):
+        (length,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
+        body = data[at + 8 : at + 8 + length]
+        packed += body if kind == b"IDAT" else b""
+        at += 12 + length
+    return sum(zlib.decompress(packed)[1:4]) / 3  # the first pixel is stored as it is, whatever the filter
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_page_in_a_browser(tmp_path: Path, recorded: Session) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page(recorded, gpu="t4"))
+    dom = browse(path, "--dump-dom", "--virtual-time-budget=2000")
+    assert 'data-ready="yes"' in dom  # the script ran to its end
+    brightness = {}
+    for name, scheme in (("dark", 0), ("light", 1)):
+        shot = tmp_path / f"{name}.png"
+        browse(
+            path, f"--screenshot={shot}", f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1200,1800"
+        )
+        brightness[name] = brightness_of(shot)
+        assert shot.stat().st_size > 30_000
+    assert brightness["dark"] < 60 < 200 < brightness["light"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_tables_sort_and_tips_show(tmp_path: Path) -> None:
+    """A script of the test's own clicks, hovers and writes what it sees into the title."""
+    probe = """<script>{
+    const table = [...document.querySelectorAll("table.sortable")].pop(), head = table.querySelectorAll("th")[5];
+    const column = () => [...table.tBodies[0].rows].map((r) => parseFloat(r.cells[5].textContent.replace(/,/g, "")));
+    head.click(); const down = column(); head.click(); const up = column();
+    const dot = document.querySelector("svg.roof circle");
+    dot.dispatchEvent(new MouseEvent("mousemove", { clientX: 5, clientY: 5 }));
+    const tip = document.getElementById("tip");
+    const canvas = document.querySelector("canvas.timeline");
+    const drawn = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((v) => v);
+    document.title = JSON.stringify({ down, up, tip: tip.style.display + tip.textContent.slice(0, 9), drawn });
+    }</script></body>"""
+    path = tmp_path / "page.html"
+    path.write_text(page(made_up(gap=1.0)).replace("</body>", probe))
+    dom = browse(path, "--dump-dom", "--virtual-time-budget=2000")
+    found = re.search(r"<title>(.+?)</title>", dom)
+    assert found is not None
+    seen = json.loads(found[1].replace("&quot;", '"'))
+    assert seen["down"] == sorted(seen["down"], reverse=True)
+    assert seen["up"] == sorted(seen["up"])
+    assert seen["tip"].startswith("block")
+    assert seen["drawn"]
+
+
+def test_page_needs_nothing_from_elsewhere(recorded: Session) -> None:
+    for session in (recorded, made_up(gap=2.0, title="<script>alert('&')</script>")):
+        text = page(session)
+        assert not re.search(r"https?://|src=|@import|url\(", text)
+        assert "<script>alert" not in text
+
+
+def test_trace(tmp_path: Path, recorded: Session) -> None:
+    """The format that both viewers read: complete events with begin and duration, names for the tracks."""
+    write(tmp_path / "t.json.gz", trace(recorded))
+    raw = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))
+    events = raw["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["ph"] for event in events} == {"X", "M"}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    names = {event["name"] for event in spans if event["cat"] == "module"}
+    assert "h.0 / attention / scores" in names
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"modules", "host"}
+    assert {event["pid"] for event in spans} == {1, 2}
+    begun = [event["ts"] for event in spans if event["name"] == "h.0 / ln_1" and event["pid"] == 2]
+    assert len(begun) == 2  # a few steps
+    assert (tmp_path / "t.json.gz").stat().st_size < 100_000
+
+
+def test_markdown() -> None:
+    text = markdown.whole(made_up(gap=1.0), gpu="t4", most=5)
+    assert "### Verdict" in text
+    assert "| transformer blocks |" in text
+    assert "A projection, not a measurement" in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count(" | ") for line in block.splitlines()}) == 1
+    assert "ln_1" in markdown.comparison(compare(made_up(gap=1.0), made_up()))
+
+
+def test_console(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show(made_up(gap=1.0, notes=("a note",)), gpu="a100", merge=False)
+    out = capsys.readouterr().out
+    for word in (
+        "h.11",
+        "Verdict",
+        "Classes",
+        "Roofline",
+        "Projected onto",
+        "note: a note",
+        "GPU busy",
+        "without them",
+    ):
+        assert word in out
+    console.show_comparison(compare(made_up(), made_up(gap=1.0)))
+    assert "after/before" in capsys.readouterr().out

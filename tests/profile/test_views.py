@@ -1,0 +1,277 @@
+"""Tree, tables, classes, roofline and verdict of sessions whose answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.profile.conftest import BLOCK, GPT2, MODEL, made_up
+from warpline.errors import ConfigError
+from warpline.model import cost
+from warpline.model.parameters import STEPS
+from warpline.profile import tree
+from warpline.profile.classify import classes, classify, unknown
+from warpline.profile.compare import compare
+from warpline.profile.launches import kernel_table, overhead
+from warpline.profile.names import hf_path, op_path, path_of, stamp_path
+from warpline.profile.roofline import class_bytes, points, project, whole
+from warpline.profile.session import KernelRow, ModulePath, Session, SpanRow, Work
+from warpline.profile.verdict import findings, verdict
+
+LAYERS = GPT2.n_layer
+
+
+def check_sums(node: tree.Node) -> None:
+    if node.children:
+        assert sum(child.us for child in node.children.values()) == pytest.approx(node.us, rel=1e-6, abs=1e-6)
+    for child in node.children.values():
+        check_sums(child)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_children_sum_to_their_parent(recorded: Session, merge: bool) -> None:
+    for session in (made_up(gap=2.0), recorded):
+        for phase in session.phases:
+            root = tree.build(phase, merge=merge)
+            check_sums(root)
+            assert root.us == pytest.approx(phase.step_us, rel=0.02)
+            assert merge or {f"h.{i}" for i in range(session.config.n_layer)} <= set(root.children)
+
+
+def test_layers_merged_and_apart() -> None:
+    phase = made_up(gap=1.0).phases[0]
+    together, apart = tree.build(phase), tree.build(phase, merge=False)
+    block = together.find("transformer blocks")
+    assert block is not None
+    assert block.us == pytest.approx(LAYERS * (sum(BLOCK.values()) + len(BLOCK)))
+    attention = apart.find("h.7", "attention")
+    assert attention is not None
+    assert attention.us == sum(us + 1 for path, us in BLOCK.items() if path[0] == "attention")
+
+
+def test_self_is_what_the_parts_leave() -> None:
+    session = made_up()
+    phase = session.phases[0]
+    more = replace(phase, spans=(*phase.spans, SpanRow(("h.0", "attention"), 3.0, 1.0), SpanRow((), 0.0, 5.0)))
+    root = tree.build(more)
+    check_sums(root)
+    own = root.find("transformer blocks", "attention", tree.SELF)
+    assert own is not None
+    assert (own.busy_us, own.gap_us, root.children[tree.SELF].us) == (3.0, 1.0, 5.0)
+
+
+def test_the_four_tables_have_the_rows_of_the_reference_systems() -> None:
+    parts: dict[ModulePath, float] = {("attention", n): 1.0 for n in ("scores", "mask", "softmax", "values")}
+    gone: dict[ModulePath, float] = {("attention", "fused attention"): 0.0, ("attention", "KV cache"): 0.0}
+    session = made_up(change=parts | gone, work=Work(64, 0, 64, naive=True))
+    found = {table.title: {name for name, _, _ in table.rows} for table in tree.tables(session.phases[0])}
+    assert found == {
+        "model": {"transformer blocks", "LM head", "final LN", "token embedding", "add", "position embedding"},
+        "block": {"attention", "MLP", "LN1", "LN2", "residual 1", "residual 2"},
+        "attention": {
+            *("QKV projection", "mask", "scores", "output projection", "values", "output reshape"),
+            *("QKV reshape", "softmax"),
+        },
+        "MLP": {"activation", "projection", "expansion"},
+    }
+    for table in tree.tables(session.phases[0]):
+        assert sum(share for _, _, share in table.rows) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "GEMM"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::native_layer_norm", "reduction"),
+        ("aten::add_", "elementwise"),
+        ("aten::as_strided", "memory"),
+        ("aten::brand_new", "other"),
+        ("warpline_layernorm_matvec_bias_gelu", "GEMM"),
+        ("warpline_append_attention", "attention"),
+        ("warpline_residual_layernorm", "reduction"),
+        ("warpline_newest_embedding", "memory"),
+        ("void gemv2T_kernel_val<int, int, float>", "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "GEMM"),
+        ("void at::native::(anonymous namespace)::softmax_warp_forward<float>", "reduction"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "memory"),
+        ("triton_red_fused_mm_native_layer_norm_3", "reduction"),
+        ("triton_poi_fused_addmm_gelu_5", "elementwise"),
+        ("Memcpy DtoH (Device -> Pinned)", "memory"),
+        ("mystery_kernel", "other"),
+    ],
+)
+def test_classes_by_name(name: str, kind: str) -> None:
+    assert classify(name) == kind
+
+
+def test_time_per_class_sums_and_strangers_are_listed() -> None:
+    session = made_up()
+    phase = session.phases[0]
+    strange = replace(phase, kernels=(*phase.kernels, KernelRow("mystery_kernel", (), 1.0, 7.0, 7.0)))
+    found = {row.kind: row for row in classes(strange)}
+    assert found["GEMM"].us == LAYERS * (5 + 2 + 6 + 6) + 40
+    assert sum(row.us for row in found.values()) == pytest.approx(phase.busy_us + 7)
+    assert sum(row.share for row in found.values()) == pytest.approx(1)
+    assert unknown(strange) == ["mystery_kernel"]
+    assert class_bytes(session, phase)["GEMM"] > 0.9 * cost.total_bytes(session.workload(phase))
+
+
+def test_roofline_prices_every_step_once() -> None:
+    session = made_up()
+    phase = session.phases[0]
+    found = points(session, phase)
+    priced = cost.costs(session.workload(phase))
+    assert sum(point.flops for point in found) == sum(price.flops for price in priced)
+    assert sum(point.bytes for point in found) == sum(price.bytes for price in priced)
+    head = next(point for point in found if point.name == "LM head")
+    assert head.gb_s == pytest.approx(next(p for p in priced if p.step.name == "LM head").bytes / 40e-6 / 1e9)
+    assert (head.bound, round(head.share, 2)) == ("memory", 0.48)
+    assert next(point for point in found if point.name == "ln_1").bound == "latency"
+    assert whole(session, phase).us == phase.step_us
+
+
+def test_fused_kernels_have_the_price_of_their_steps() -> None:
+    session = made_up()
+    phase = session.phases[0]
+    fused = tuple(
+        replace(row, path=(*row.path[:-1], "ln_1 + QKV projection")) if row.path[-1] == "QKV projection" else row
+        for row in phase.spans
+        if row.path[-1] != "ln_1"
+    )
+    found = {point.name: point for point in points(session, replace(phase, spans=fused))}
+    apart = {point.name: point for point in points(session, phase)}
+    joint = found["ln_1 + QKV projection"]
+    assert joint.flops == apart["ln_1"].flops + apart["QKV projection"].flops
+    assert apart["QKV projection"].bytes < joint.bytes < apart["ln_1"].bytes + apart["QKV projection"].bytes
+
+
+def test_projection() -> None:
+    session = made_up()
+    target, rows = project(session, session.phases[0], "t4")
+    assert (target.name, target.read_gb_s, target.measured) == ("Tesla T4", 320, False)
+    head = next(row for row in rows if row.name == "LM head")
+    assert head.expected_us == pytest.approx(40 * 4000 / 320)
+    assert next(row for row in rows if row.name == "ln_1").expected_us is None
+    with pytest.raises(ConfigError, match="nothing is known of a GPU called 'abacus'"):
+        project(session, session.phases[0], "abacus")
+    with pytest.raises(ConfigError, match="bf16"):
+        project(made_up(dtype="bf16"), session.phases[0], "t4")
+
+
+def test_overhead_and_kernels() -> None:
+    session = made_up(gap=3.0)
+    phase = session.phases[0]
+    spent = overhead(phase)
+    count = LAYERS * len(BLOCK) + len(MODEL)
+    assert spent.gap_us == pytest.approx(3 * count)
+    assert spent.busy_us + spent.gap_us == pytest.approx(spent.step_us)
+    assert spent.host_us_per_launch == 3.0
+    lines = kernel_table(session, phase)
+    assert sum(line.us for line in lines) == pytest.approx(phase.busy_us, rel=0.02)
+    line = next(line for line in lines if line.module[-1] == "expansion")
+    assert (line.calls, line.per_layer, line.kind, line.mean_us) == (LAYERS, 1, "GEMM", 6)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+PARTS: dict[ModulePath, float] = {
+    ("attention", "scores"): 20.0,
+    ("attention", "mask"): 20.0,
+    ("attention", "softmax"): 20.0,
+    ("attention", "values"): 20.0,
+    ("attention", "fused attention"): 0.0,
+}
+
+
+def at_the_limit() -> Session:
+    """Each module takes what its bytes and FLOPs need."""
+    session = made_up()
+    roof = {point.name: point.roof_us for point in points(session, session.phases[0])}
+    change = {path: roof[path[-1]] / (LAYERS if path in BLOCK else 1) for path in [*BLOCK, *MODEL]}
+    return made_up(change=change)
+
+
+@pytest.mark.parametrize(
+    ("session", "kind", "saved"),
+    [
+        (made_up(gap=20.0), "gaps", 20.0 * (LAYERS * len(BLOCK) + len(MODEL))),
+        (made_up(change=PARTS, work=Work(1, 128, 1, naive=True)), "attention in parts", 80.0 * LAYERS),
+        (made_up(change={("ln_1",): 50.0, ("ln_2",): 50.0}), "small steps", 107.0 * LAYERS + 3),
+        (made_up(change={("MLP", "expansion"): 90.0}), "slow products", None),
+        (made_up(kind="cpu", gap=20.0), "host", 20.0 * (LAYERS * len(BLOCK) + len(MODEL))),
+    ],
+    ids=["gaps", "attention", "small", "products", "host"],
+)
+def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float | None) -> None:
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    assert best.kind == kind
+    assert 0 < best.saved_us < phase.step_us
+    if saved is not None:
+        assert best.saved_us == pytest.approx(saved, rel=0.05)
+    text = verdict(session, phase)
+    assert best.cause in text
+    assert f"{best.after_us:,.0f} µs" in text
+    assert "\n" not in text
+
+
+def test_no_cache_is_named() -> None:
+    session = made_up(work=Work(500, 0, 500, naive=False), scale=40.0)
+    best = findings(session, session.phases[0])[0]
+    assert best.kind == "no KV cache"
+    assert "500 positions" in best.cause
+
+
+def test_half_precision_is_proposed_where_memory_binds() -> None:
+    session = made_up(dtype="fp32", read_gb_s=4000, scale=1.2)
+    roof = {point.name: point.roof_us for point in points(session, session.phases[0])}
+    change = {path: 1.1 * roof[path[-1]] / (LAYERS if path in BLOCK else 1) for path in [*BLOCK, *MODEL]}
+    session = made_up(dtype="fp32", change=change)
+    best = findings(session, session.phases[0])[0]
+    assert best.kind == "fp32"
+    assert best.saved_us == pytest.approx(session.phases[0].step_us / 2, rel=0.05)
+
+
+def test_at_the_limit_nothing_is_proposed() -> None:
+    session = at_the_limit()
+    text = verdict(session, session.phases[0])
+    assert "no bottleneck but the memory itself" in text
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_paths() -> None:
+    assert {path_of(step, None if step.scope == "model" else 3) for step in STEPS} >= {
+        ("h.3", "attention", "QKV projection"),
+        ("h.3", "MLP", "activation"),
+        ("h.3", "residual 1"),
+        ("LM head",),
+    }
+    assert hf_path("transformer.h.3.attn.c_attn") == ("h.3", "attention", "QKV projection")
+    assert hf_path("transformer.h.3") == ("h.3",)
+    assert hf_path("lm_head") == ("LM head",)
+    assert hf_path("transformer.drop") is hf_path("transformer.h.0.attn.attn_dropout") is None
+    assert stamp_path("out: heads gathered", 2)[:2] == ("h.2", "attention")
+    assert op_path("sample", (), None) == ("sample",)
+    assert op_path("residual_layernorm", ("h.4.ln_1.weight",), None) == ("h.3", "residual 2 + ln_1")
+    assert op_path("matmul", ("ln_f.out", "wte.weight"), None) == ("LM head",)
+
+
+def test_comparison() -> None:
+    before, after = made_up(gap=5.0), made_up(change={("LM head",): 20.0})
+    (found,) = compare(before, after)
+    step = found.modules[0]
+    assert (step.name, step.depth) == ("step", 0)
+    assert step.difference == pytest.approx(after.phases[0].step_us - before.phases[0].step_us)
+    head = next(change for change in found.modules if change.name == "LM head")
+    assert (head.before, head.after, head.ratio) == (45.0, 20.0, pytest.approx(20 / 45))
+    assert not found.notes
+    other = replace(after, dtype="fp32", phases=(replace(after.phases[0], name="prefill"),))
+    with pytest.raises(ConfigError, match="no phase in common"):
+        compare(before, other)
+    (noted,) = compare(before, replace(after, dtype="fp32"))
+    assert noted.notes == ("dtype: fp16 before, fp32 after",)
