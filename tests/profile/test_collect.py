@@ -22,6 +22,7 @@ from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_s
 from warpline.profile.events import aggregate
 from warpline.profile.instruments import placed, reason_against, watched
 from warpline.profile.names import BLOCKS, op_path
+from warpline.profile.order import by_products
 from warpline.profile.session import Session, Work
 
 CPU = torch.device("cpu")
@@ -229,6 +230,31 @@ def test_a_librarys_kernels_belong_to_the_ops_between_ours() -> None:
     assert placed(names, ops) == [("a",), ("b",), ("b",), ("c",), ("d",)]
     assert placed([names[0], "strange", names[-1]], ops) == [("a",), None, ("d",)]
     assert placed(["warpline_unheard_of"], ops) == [None]
+
+
+def test_a_graph_without_a_table_is_placed_by_its_products() -> None:
+    block = ["triton_red_fused_add_layer_norm_1", "gemv2T_qkv", "index_put", "fmha_cutlassF", "gemm_out"]
+    block += ["triton_red_fused_add_layer_norm_2", "gemm_fc", "triton_poi_fused_gelu", "gemm_proj", "splitKreduce"]
+    names = ["triton_poi_fused_embedding", *block, *block, "triton_red_fused_ln_f", "gemm_head", "argmax_reduce"]
+    found = by_products(names, 2)
+    first = ("h.0", "attention")
+    assert found[:6] == [
+        ("embedding",), ("h.0", "ln_1"), (*first, "QKV projection"), (*first, "KV cache"), (*first, "fused attention"),
+        (*first, "output projection"),
+    ]  # fmt: skip
+    assert found[6:11] == [
+        ("h.0", "ln_2"), ("h.0", "MLP", "expansion"), ("h.0", "MLP", "activation"), ("h.0", "MLP", "projection"),
+        ("h.0", "MLP", "projection"),
+    ]  # fmt: skip
+    assert found[-3:] == [("ln_f",), ("LM head",), ()]
+    assert by_products(names[:-2], 2) == [None] * (len(names) - 2)
+    assert by_products(["elementwise"], 2) == [None]
+
+
+def test_copies_are_the_steps_own() -> None:
+    ops = [("layernorm", ("a",)), ("matmul", ("b",))]
+    names = ["Memcpy HtoD", "warpline_layernorm", "gemm", "Memset (Device)"]
+    assert placed(names, ops) == [(), ("a",), ("b",), ()]
 
 
 def test_stamps() -> None:

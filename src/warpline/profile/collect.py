@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.ours import Naive, OnPersistent
+from warpline.bench.methods.hf import _Transformers
+from warpline.bench.methods.ours import Naive, OnPersistent, _OnExecutor
 from warpline.bench.protocol import timed
 from warpline.bench.run import Bench
 from warpline.bench.workloads import Case, Settings
@@ -157,6 +158,8 @@ class _Recorder:
                 f"{name}: {100 * share:.0f} % of the kernels come from a graph or a library of which no table exists; "
                 "they are counted to the step itself"
             )
+        elif self._on_gpu and not isinstance(self.method, Naive | _OnExecutor | _Transformers):
+            self.notes.append("kernels of graphs and compiled code are given to modules by the order of the products")
         mean = statistics.fmean(found.steps)
         return Phase(
             name=name,

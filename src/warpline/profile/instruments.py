@@ -7,6 +7,7 @@ a table or from a graph, by that table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from warpline.model.weights import Weights
 from warpline.profile.classify import classify
 from warpline.profile.events import Sequencer
 from warpline.profile.names import hf_path, op_path, path_of
+from warpline.profile.order import by_products
 from warpline.profile.session import ModulePath
 
 Mark = Callable[[], None]
@@ -88,6 +90,7 @@ def _replaced(owner: Any, name: str, mark: Mark) -> Iterator[None]:
     """Have `mark` called before the owner's method of that name; an attribute of its own is put back as it was."""
     before, own = getattr(owner, name), vars(owner).get(name)
 
+    @functools.wraps(before)  # transformers looks at its signature
     def marked(*args: Any, **kwargs: Any) -> Any:
         mark()
         return before(*args, **kwargs)
@@ -160,7 +163,11 @@ Op = tuple[str, ModulePath]
 
 
 def sequencer_of(method: Method, phase: str) -> Sequencer | None:
-    """For executors that launch by a table or from a graph of it: which module each kernel of a step belongs to."""
+    """For executors that launch by a table or from a graph of it: which module each kernel of a step belongs to. For
+    others that nobody can look into: by the order of their products."""
+    if isinstance(method, StaticKV | NaiveCompiled | OnTorchCompiled | StaticCompiled):
+        layers = method.case.windowed(method.weights.config).n_layer
+        return lambda names: by_products(names, layers)
     if not isinstance(method, _OnExecutor) or isinstance(method, OnTorch):
         return None
     state, executor = method._state, method._executor
@@ -193,11 +200,12 @@ def _ops_of(prompt: Pass, weights: Weights) -> list[Op]:
 def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
     """The modules of the kernels `names`, which ran in the order of `ops`. Ours are called like their op. Kernels of
     other names are a library's: they belong to the ops between ours, a product beginning each; where that does not come
-    out even, nobody knows."""
+    out even, nobody knows. Copies are the step's own."""
+    copies = [name.startswith(("Memcpy", "Memset")) for name in names]
     found: list[ModulePath | None] = []
     foreign: list[str] = []
     at = 0
-    for name in [*names, None]:
+    for name in [*(name for name, copied in zip(names, copies, strict=True) if not copied), None]:
         ours = None if name is None else name.removeprefix("warpline_")
         if name is not None and name == ours:
             foreign.append(name)
@@ -210,7 +218,8 @@ def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
         elif name is not None:
             found.append(ops[ahead][1])
             at = ahead + 1
-    return found
+    rest = iter(found)
+    return [() if copied else next(rest) for copied in copies]
 
 
 def _spread(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:

@@ -1,0 +1,68 @@
+"""Kernels of a graph of which no table exists, placed by the order of their matrix products: a GPT-2 has four in each
+block, or six where attention is done by products, and one behind the last. Where the count is another, nothing is
+placed. Knows no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from warpline.model import parameters as p
+from warpline.profile.classify import classify
+from warpline.profile.names import ATTENTION, path_of
+from warpline.profile.session import ModulePath
+
+#: The products of a block in order, by how many it has.
+_PRODUCTS: dict[int, tuple[p.Step, ...]] = {
+    4: (p.QKV_PROJECTION, p.OUTPUT_PROJECTION, p.EXPANSION, p.PROJECTION),
+    6: (p.QKV_PROJECTION, p.SCORES, p.VALUES, p.OUTPUT_PROJECTION, p.EXPANSION, p.PROJECTION),
+}
+#: What belongs to the product before it: sums of parts, and buffers set to zero.
+_APPENDIX = re.compile(r"splitk.*reduce|reduce.*splitk", re.IGNORECASE)
+
+
+def by_products(names: Sequence[str], layers: int) -> list[ModulePath | None]:
+    """The module of each kernel of a step, or None for all."""
+    products = [i for i, name in enumerate(names) if classify(name) == "GEMM" and not _APPENDIX.search(name)]
+    per, rest = divmod(len(products) - 1, layers)
+    if rest or per not in _PRODUCTS:
+        return [None] * len(names)
+    anchors: list[tuple[p.Step, int | None]] = [(step, layer) for layer in range(layers) for step in _PRODUCTS[per]]
+    anchors.append((p.LM_HEAD, None))
+    found: list[ModulePath | None] = []
+    at = -1  # the product that came last
+    for i, name in enumerate(names):
+        if at + 1 < len(products) and i == products[at + 1]:
+            at += 1
+            found.append(path_of(*anchors[at]))
+        elif at >= 0 and _APPENDIX.search(name):
+            found.append(path_of(*anchors[at]))
+        else:
+            before = anchors[at] if at >= 0 else None
+            found.append(_between(before, anchors[at + 1] if at + 1 < len(anchors) else None, classify(name)))
+    return found
+
+
+def _between(
+    before: tuple[p.Step, int | None] | None, following: tuple[p.Step, int | None] | None, kind: str
+) -> ModulePath:
+    """What stands between two products, by its class. A kernel that adds and normalises is counted as LayerNorm."""
+    if following is None:
+        return ()  # the token is chosen
+    step, layer = following
+    norms = {p.QKV_PROJECTION: p.LN_1, p.EXPANSION: p.LN_2, p.LM_HEAD: p.LN_F}
+    if step in norms:
+        if kind == "reduction":
+            return path_of(norms[step], layer)
+        if before is None:
+            return path_of(p.EMBEDDING, None)
+        return path_of(p.RESIDUAL_1 if step is p.EXPANSION else p.RESIDUAL_2, before[1])
+    if step is p.PROJECTION:
+        return path_of(p.ACTIVATION, layer)
+    if step is p.VALUES and kind == "reduction":
+        return path_of(p.SOFTMAX, layer)
+    if kind == "attention":
+        return path_of(p.FUSED_ATTENTION, layer)
+    if kind == "memory":
+        return path_of(p.KV_CACHE, layer)
+    return (f"h.{layer}", ATTENTION)
