@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import benchmarks, ladders, tuning
+from tools import benchmarks, ladders, profiles, tuning
 from warpline import LLM, SamplingParams
 from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
@@ -137,6 +137,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     **{ladders.PAGE.format(name): {"climb": functools.partial(ladders.measured, name)} for name in LADDERS},
     "docs/stories.md": {"samples": samples},
+    "docs/profiling.md": {
+        "profile methods": profiles.methods,
+        "profile tables": profiles.naive_tables,
+        "profile kernels": profiles.naive_kernels,
+        "profile verdicts": profiles.verdicts,
+    },
     "docs/tuning.md": {"tune gains": tuning.gains},
 }
 
@@ -160,6 +166,7 @@ def main() -> None:
     benchmarks.draw()
     ladders.draw()
     tuning.draw()
+    profiles.draw()
     tuning.ship()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")

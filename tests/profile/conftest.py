@@ -59,7 +59,7 @@ def made_up(
         step_us=step,
         fastest_us=step,
         slowest_us=step,
-        plain_us=step / 2,
+        plain_us=step,
         work=work or Work(1, 128, 1, naive=False),
         spans=spans,
         kernels=kernels,

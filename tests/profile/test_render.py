@@ -15,7 +15,7 @@ import pytest
 
 from tests.profile.conftest import made_up
 from warpline.profile.compare import compare
-from warpline.profile.render import console, markdown
+from warpline.profile.render import console, markdown, picture
 from warpline.profile.render.chrome import trace
 from warpline.profile.render.html import page
 from warpline.profile.session import Session, write
@@ -136,3 +136,15 @@ def test_console(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in out
     console.show_comparison(compare(made_up(), made_up(gap=1.0)))
     assert "after/before" in capsys.readouterr().out
+
+
+def test_picture() -> None:
+    """The parts of a bar sum to the step when nobody records, and the longest bar is the longest step."""
+    slow, fast = made_up(gap=5.0), made_up()
+    for session in (slow, fast):
+        phase = session.phases[0]
+        assert sum(picture.shares(phase).values()) == pytest.approx(phase.free_us)
+    assert picture.shares(slow.phases[0])["waiting"] == pytest.approx(slow.phases[0].gap_us)
+    text = picture.bars([slow, fast], "decode")
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="22"', text)]
+    assert sum(widths[:6]) == pytest.approx(860 - 150 - 100, abs=1) > sum(widths[6:])

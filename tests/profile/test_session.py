@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.profile.conftest import made_up
 from warpline.errors import ConfigError
-from warpline.profile.session import Session, dumps, loads, read, save, without_timeline
+from warpline.profile.session import Session, dumps, loads, read, save
 
 
 def same(a: Session, b: Session) -> bool:
@@ -103,13 +102,6 @@ def test_unwritable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         save(made_up(), tmp_path / "file" / "a.json")
-
-
-def test_without_timeline() -> None:
-    session = made_up()
-    smaller = without_timeline(session)
-    assert not smaller.phases[0].timeline
-    assert replace(smaller.phases[0], timeline=session.phases[0].timeline) == session.phases[0]
 
 
 def test_unknown_phase_is_named() -> None:

@@ -218,6 +218,16 @@ def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float
     assert "\n" not in text
 
 
+def test_what_recording_costs_is_no_gap() -> None:
+    """Unwatched, the step takes half as long: that half is the recorder's."""
+    session = made_up(gap=20.0)
+    phase = session.phases[0]
+    freed = replace(phase, plain_us=phase.busy_us + 0.25 * phase.gap_us)
+    best = findings(replace(session, phases=(freed,)), freed)[0]
+    assert (best.kind, best.saved_us) == ("gaps", pytest.approx(0.25 * phase.gap_us))
+    assert best.step_us == freed.plain_us
+
+
 def test_no_cache_is_named() -> None:
     session = made_up(work=Work(500, 0, 500, naive=False), scale=40.0)
     best = findings(session, session.phases[0])[0]

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_ladder_report import recorded
-from tools import benchmarks, ladders
+from tools import benchmarks, ladders, profiles
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import ladder_report, rows
+from warpline.cli.profile import kept_name
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.ladder.rung import Ladder
+from warpline.profile import tree
+from warpline.profile.session import read
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -116,3 +119,22 @@ def test_digest_follows_the_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (package / "bench" / "rows.py").write_text("changed")
     monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
     assert rows.source_digest() != before
+
+
+def test_profiles_are_not_stale() -> None:
+    wanted = profiles.pictures()
+    assert {path.name for path in profiles.IMAGES.glob("profile-*.svg")} == set(wanted), "run: make readme"
+    for name, text in wanted.items():
+        assert (profiles.IMAGES / name).read_text(encoding="utf-8") == text, "run: make readme"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/profile/*.json")), ids=lambda path: path.stem)
+def test_sessions_say_where_they_come_from(path: Path) -> None:
+    session = read(path)
+    assert path.stat().st_size < 200_000
+    assert len(session.origin["commit"]) == 40
+    assert not session.origin["dirty"]
+    assert kept_name(session) == str(path.relative_to(ROOT / "results"))
+    for phase in session.phases:
+        assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
+        assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)

@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,16 @@ class Phase:
     def gap_us(self) -> float:
         """Time in which the device waited."""
         return sum(row.gap_us for row in self.spans)
+
+    @property
+    def free_us(self) -> float:
+        """A step as it is when nobody records; noise may make the recorded one the faster, then that."""
+        return min(self.step_us, self.plain_us)
+
+    @property
+    def free_busy_us(self) -> float:
+        """What it computes then: on a CPU recording makes operators longer too, but never longer than the step."""
+        return min(self.busy_us, self.free_us)
 
     @property
     def slowdown(self) -> float:
@@ -302,8 +312,3 @@ def read(path: Path) -> Session:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: give a file that 'warpline profile --save' wrote") from error
     return loads(text, str(path))
-
-
-def without_timeline(session: Session) -> Session:
-    """The same, smaller: what a comparison or a table needs."""
-    return replace(session, phases=tuple(replace(phase, timeline=()) for phase in session.phases))

@@ -56,21 +56,22 @@ def findings(session: Session, phase: Phase) -> list[Finding]:
         *_gaps(session, phase),
         *_parts_of_attention(session, phase, priced, limits),
         *_small_steps(session, phase, priced),
-        *_slow_products(phase, priced),
+        *_slow_products(session, phase, priced),
         *_precision(session, phase, priced),
     ]
-    return sorted((one for one in found if one.saved_us > 0.01 * phase.step_us), key=lambda one: -one.saved_us)
+    return sorted((one for one in found if one.saved_us > 0.01 * phase.free_us), key=lambda one: -one.saved_us)
 
 
 def verdict(session: Session, phase: Phase) -> str:
     """A short paragraph: where the step stands, and what comes first."""
     step = whole(session, phase)
+    share = min(1.0, step.roof_us / phase.free_us)
     what = "memory" if step.by_bytes else "arithmetic"
     stands = (
-        f"A {phase.name} step takes {phase.step_us:,.0f} µs; {what} alone would need {step.roof_us:,.0f} µs, "
-        f"so it runs at {100 * min(1.0, step.share):.0f} % of the limit."
+        f"A {phase.name} step takes {phase.free_us:,.0f} µs; {what} alone would need {step.roof_us:,.0f} µs, "
+        f"so it runs at {100 * share:.0f} % of the limit."
     )
-    if step.share >= AT_THE_LIMIT:
+    if share >= AT_THE_LIMIT:
         return (
             f"{stands} There is no bottleneck but the {what} itself: only less work helps, such as fewer bytes to a "
             "weight, or more sequences for each pass over them."
@@ -89,39 +90,40 @@ def _no_cache(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding
     cached = cost.decode(session.config, session.dtype, batch=session.batch, context=work.new - 1)
     now, then = (limits.us(cost.total_bytes(w), cost.total_flops(w)) for w in (work, cached))
     # Python and launches stay: what shrinks is what is computed, and no kernel shrinks below its own roof's ratio.
-    saved = phase.busy_us * (1 - then / now)
+    saved = phase.free_busy_us * (1 - then / now)
     yield Finding(
         "no KV cache",
         f"Every token computes all {work.new} positions again, {cost.total_flops(work) / cost.total_flops(cached):.0f} "
         "times the arithmetic that the new one needs.",
         "Keep keys and values in a cache.",
         saved,
-        phase.step_us,
+        phase.free_us,
     )
 
 
 def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
+    """What a step takes beside computing. Recording makes gaps longer, so they are taken from a step nobody records."""
     spent = overhead(phase)
+    gaps = phase.free_us - phase.free_busy_us
+    share = 100 * gaps / phase.free_us
     if session.kind == "cpu":
         yield Finding(
             "host",
-            f"Python and the dispatch of {spent.kernels:,.0f} operators take {spent.gap_us:,.0f} µs of each step "
-            f"({100 * (1 - spent.busy_share):.0f} %).",
+            f"Python and the dispatch of {spent.kernels:,.0f} operators take {gaps:,.0f} µs of each step "
+            f"({share:.0f} %).",
             "Fewer and larger operators, or torch.compile, do away with that.",
-            spent.gap_us,
-            phase.step_us,
+            gaps,
+            phase.free_us,
         )
         return
-    each = (
-        "" if spent.host_us_per_launch is None else f", {spent.host_us_per_launch:.1f} µs of the host's time for each"
-    )
+    each = "" if spent.host_us_per_launch is None else f", {spent.host_us_per_launch:.1f} µs of the host each"
     yield Finding(
         "gaps",
-        f"The GPU waits for the host: it computes {100 * spent.busy_share:.0f} % of the time, and {spent.gap_us:,.0f} "
-        f"µs of each step are gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each}).",
+        f"The GPU waits for the host: it computes {100 - share:.0f} % of the time, and {gaps:,.0f} µs of each step are "
+        f"gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each}).",
         "Capture the step in a CUDA graph, or decode many tokens in one launch (executors graph and persistent).",
-        spent.gap_us,
-        phase.step_us,
+        gaps,
+        phase.free_us,
     )
 
 
@@ -131,14 +133,14 @@ def _parts_of_attention(session: Session, phase: Phase, priced: list[Point], lim
         return
     work = session.workload(phase)
     fused = next(c for c in cost.costs(_fused(work)) if c.step.name == "fused attention")
-    spent, best = sum(point.us for point in parts), limits.us(fused.bytes, fused.flops)
+    spent, best = sum(_computing(phase, point) for point in parts), limits.us(fused.bytes, fused.flops)
     yield Finding(
         "attention in parts",
         f"Attention runs as {len(parts)} steps that hand their scores over through memory: {spent:,.0f} µs, where one "
         f"fused kernel would need {best:,.0f} µs at the roof.",
         "Fuse it (scaled_dot_product_attention, or FlashAttention of our kernels).",
         spent - best,
-        phase.step_us,
+        phase.free_us,
     )
 
 
@@ -161,34 +163,39 @@ def _small_steps(session: Session, phase: Phase, priced: list[Point]) -> Iterato
             if session.kind == "cuda"
             else "Fuse them into the products beside them, as torch.compile does.",
             spent,
-            phase.step_us,
+            phase.free_us,
         )
 
 
 def _computing(phase: Phase, point: Point) -> float:
-    """Of a module's time what is no gap: those are another remedy's."""
-    return point.us * (phase.busy_us / phase.step_us)
+    """Of a module's time, when nobody records, what is no gap: those are another remedy's."""
+    return point.us * phase.free_busy_us / phase.step_us
 
 
-def _slow_products(phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    products = [
-        point for point in priced if "rojection" in point.name or "xpansion" in point.name or "LM head" in point.name
-    ]
+def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
+    products = [p for p in priced if any(word in p.name for word in ("rojection", "xpansion", "LM head"))]
     if not products:
         return
     spent = sum(_computing(phase, point) for point in products)
-    best = sum(min(point.us, point.roof_us) for point in products)
+    best = sum(min(_computing(phase, point), point.roof_us) for point in products)
     worst = min(products, key=lambda point: point.share)
+    by_bytes = sum(point.roof_us for point in products if point.by_bytes) > best / 2
+    if session.kind == "cpu":
+        remedy = "Use a faster library or more threads" + (", or fewer bytes to a weight." if by_bytes else ".")
+    elif by_bytes:
+        remedy = (
+            "Use kernels that stream weights at the speed of memory ('warpline ladder matmul' shows how, "
+            "'warpline tune' finds their best form)."
+        )
+    else:
+        remedy = "Use larger tiles on tensor cores, or a larger batch."
     yield Finding(
         "slow products",
         f"Matrix products take {spent:,.0f} µs where their bytes and FLOPs need {best:,.0f} µs; the slowest, "
         f"{worst.name}, reaches {100 * worst.share:.0f} % of its roof ({worst.gb_s:,.1f} GB/s).",
-        "Use kernels that stream weights at the speed of memory ('warpline ladder matmul' shows how, 'warpline tune' "
-        "finds their best form)."
-        if any(point.by_bytes for point in products)
-        else "Use larger tiles on tensor cores, or a larger batch.",
+        remedy,
         spent - best,
-        phase.step_us,
+        phase.free_us,
     )
 
 
@@ -197,11 +204,11 @@ def _precision(session: Session, phase: Phase, priced: list[Point]) -> Iterator[
     bound = [point for point in priced if point.bound == "memory"]
     if session.kind != "cuda" or session.dtype != "fp32" or not bound:
         return
-    spent = sum(point.us for point in bound)
+    spent = sum(_computing(phase, point) for point in bound)
     yield Finding(
         "fp32",
         f"{spent:,.0f} µs of each step are bound by memory, which holds four bytes for every weight.",
         "Store weights in fp16 (--dtype fp16): half the bytes, half that time.",
         spent / 2,
-        phase.step_us,
+        phase.free_us,
     )

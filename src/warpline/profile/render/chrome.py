@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from warpline.profile.classify import classify
-from warpline.profile.session import TRACKS, Moment, Phase, Session
+from warpline.profile.session import TRACKS, Moment, Session
 
 _TITLES = {"module": "modules", "host": "host", "gpu": "GPU"}
 
@@ -41,8 +41,3 @@ def _event(pid: int, moment: Moment) -> dict[str, Any]:
         "dur": round(moment.us, 3),
         "args": what,
     }
-
-
-def steps_shown(phase: Phase) -> float:
-    """Roughly how many steps the timeline covers."""
-    return max((m.start + m.us for m in phase.timeline), default=0.0) / phase.step_us

@@ -29,9 +29,10 @@ class Section:
 def heading(session: Session) -> str:
     """Whose profile it is, in one line."""
     origin = session.origin
+    threads = f", {origin['threads']} thread(s)" if "threads" in origin else ""
     return (
         f"{session.title} · {session.model} {session.dtype} · batch {session.batch} · context {session.context} · "
-        f"{session.device} · torch {origin.get('torch', '?')} · {origin.get('time', '')}"
+        f"{session.device}{threads} · torch {origin.get('torch', '?')} · {origin.get('time', '')}"
     )
 
 

@@ -1,0 +1,140 @@
+"""What docs/profiling.md says of results/*/profile/*.json: a table of methods and a picture for each machine and model,
+and the sections of the naive model's own profile."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from warpline.bench.methods.names import METHODS
+from warpline.profile import tree
+from warpline.profile.launches import overhead
+from warpline.profile.render import markdown, picture, sections
+from warpline.profile.roofline import whole
+from warpline.profile.session import PHASES, Session, read
+from warpline.profile.verdict import findings, verdict
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+
+
+@functools.cache
+def sessions() -> dict[tuple[str, str], list[Session]]:
+    """By machine's folder and model, GPUs first; methods in the benchmark's order, fp32 before the others."""
+    found: dict[tuple[str, str], list[Session]] = {}
+    paths = sorted((ROOT / "results").glob("*/profile/*.json"), key=lambda path: (path.parts[-3] == "cpu", path))
+    for path in paths:
+        session = read(path)
+        found.setdefault((path.parts[-3], session.model), []).append(session)
+    order = list(METHODS)
+    for group in found.values():
+        group.sort(key=lambda one: (order.index(one.method), one.dtype != "fp32"))
+    return found
+
+
+def pictures() -> dict[str, str]:
+    """Every picture, by file name."""
+    return {_image(*key, phase): picture.bars(group, phase) for key, group in sessions().items() for phase in PHASES}
+
+
+def _image(machine: str, model: str, phase: str) -> str:
+    return f"profile-{machine}-{model.replace(':', '-')}-{phase}.svg"
+
+
+def draw() -> None:
+    """Write the pictures, and remove those that are shown no more."""
+    wanted = pictures()
+    for path in IMAGES.glob("profile-*.svg"):
+        if path.name not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        (IMAGES / name).write_text(text, encoding="utf-8")
+
+
+def methods() -> str:
+    """A picture and a table for each machine, model and phase: where each method's step goes."""
+    parts = []
+    for (machine, model), group in sessions().items():
+        first = group[0]
+        threads = f", {first.origin['threads']} thread(s)" if "threads" in first.origin else ""
+        parts.append(f"### {first.device}{threads}: {model}")
+        for phase in PHASES:
+            parts.append(f"![A {phase} step, by part](images/{_image(machine, model, phase)})")
+            parts.append(_table(group, phase))
+    return "\n\n".join(parts) or "No session has been recorded yet."
+
+
+def _table(group: list[Session], name: str) -> str:
+    rows = []
+    for session in group:
+        phase = session.phase(name)
+        spent, point = overhead(phase), whole(session, phase)
+        best = findings(session, phase)
+        remedy = f"{best[0].kind}: {best[0].gain:.2f}×" if best else ""
+        rows.append(
+            (
+                f"`{session.method}` {session.dtype}",
+                f"{phase.plain_us:,.0f}",
+                f"{100 * phase.slowdown - 100:+.0f} %",
+                f"{phase.free_busy_us:,.0f}",
+                f"{spent.kernels:,.0f}",
+                f"{spent.launches:,.1f}" if session.kind == "cuda" else "",
+                f"{100 * min(1.0, point.roof_us / phase.free_us):.0f}",
+                remedy,
+            )
+        )
+    titles = (
+        name,
+        "µs/step",
+        "when recorded",
+        "busy µs",
+        "kernels or operators",
+        "launches",
+        "% of the roof",
+        "first remedy",
+    )
+    return markdown.table(sections.Section("", titles, tuple(rows)))
+
+
+def _told() -> Session | None:
+    """The session whose tables are shown in full: the naive model in fp32, on a GPU if there is one."""
+    groups = [group for (_, model), group in sessions().items() if model == "random:gpt2"]
+    return next((one for group in groups for one in group if one.method == "naive" and one.dtype == "fp32"), None)
+
+
+def naive_tables() -> str:
+    """The four tables of the naive model."""
+    session = _told()
+    if session is None:
+        return "No session has been recorded yet."
+    parts = [sections.heading(session) + "."]
+    for name in PHASES:
+        parts.append(f"**{name}** (a step of {tree.build(session.phase(name)).us:,.0f} µs, recorded)")
+        parts += [markdown.table(section) for section in sections.four_tables(session.phase(name))]
+    return "\n\n".join(parts)
+
+
+def naive_kernels() -> str:
+    """Its classes, its longest kernels and its roofline, of a decode step."""
+    session = _told()
+    if session is None:
+        return "No session has been recorded yet."
+    phase = session.phase("decode")
+    found = [
+        sections.by_class(session, phase),
+        sections.kernels(session, phase, most=10),
+        sections.roofline(session, phase),
+        sections.projection(session, phase, "t4"),
+    ]
+    return "\n\n".join(f"**{section.title}**\n\n{markdown.table(section)}" for section in found)
+
+
+def verdicts() -> str:
+    """What the profiler says of each method."""
+    lines = []
+    for group in sessions().values():
+        for session in group:
+            for phase in session.phases:
+                lines.append(f"- `{session.method}`, {session.model} {session.dtype}, {session.device}: "
+                             f"{verdict(session, phase)}")  # fmt: skip
+    return "\n".join(lines) or "No session has been recorded yet."
