@@ -224,7 +224,8 @@ def test_what_recording_costs_is_no_gap() -> None:
     phase = session.phases[0]
     freed = replace(phase, plain_us=phase.busy_us + 0.25 * phase.gap_us)
     best = findings(replace(session, phases=(freed,)), freed)[0]
-    assert (best.kind, best.saved_us) == ("gaps", pytest.approx(0.25 * phase.gap_us))
+    assert best.kind == "gaps"
+    assert best.saved_us == pytest.approx(0.25 * phase.gap_us)
     assert best.step_us == freed.plain_us
 
 
