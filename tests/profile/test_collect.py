@@ -12,6 +12,8 @@ import torch
 from tests.conftest import SMALL
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
+from warpline.bench.methods.ours import OnKernels
+from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import decode_step
 from warpline.errors import ConfigError
 from warpline.model import observe
@@ -20,7 +22,7 @@ from warpline.profile import collect as recording
 from warpline.profile import stamps, tree
 from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_spans
 from warpline.profile.events import aggregate
-from warpline.profile.instruments import placed, reason_against, watched
+from warpline.profile.instruments import placed, reason_against, sequencer_of, watched
 from warpline.profile.names import BLOCKS, op_path
 from warpline.profile.order import by_products
 from warpline.profile.session import Session, Work
@@ -222,6 +224,36 @@ def test_kernels_are_placed_by_the_schedule(batch: int) -> None:
     priced = {name for _, path in ops for name in path[-1].split(" + ")}
     assert {"embedding", "QKV projection", "KV cache", "fused attention", "expansion", "projection"} <= priced
     assert {"residual 1", "residual 2", "ln_1", "ln_2", "activation", "output projection", "LM head"} <= priced
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_tables_of_an_executor_that_ran(batch: int, phase: str) -> None:
+    """The kernels executor runs its table on a CPU too, by references; its kernels' names are made up here."""
+    one = wish("kernels", batch=batch)
+    method, prompts = made("kernels", one)
+    marks: list[int] = []
+    with watched(method, lambda: marks.append(1), lambda _: pytest.fail("there are no spans")):
+        method.generate(prompts, 3)
+    assert len(marks) == 3
+    assert isinstance(method, OnKernels)
+    executor, state = method._executor, method._state
+    assert isinstance(executor, KernelsExecutor)
+    assert state is not None
+    if phase == "prefill":
+        ops = [bound.spec.name for bound in list(state.kept[executor._prompts].values())[-1].bound]
+    else:
+        ops = [step.op for step in decode_step(executor._weights, batch, state.needs.end)]
+    sequencer = sequencer_of(method, phase)
+    assert sequencer is not None
+    found = [path for path in sequencer([f"warpline_{op}" for op in ops]) if path is not None]
+    assert len(found) == len(ops)
+    for layer in range(3):
+        mine = {path[1:] for path in found if path[0] == f"h.{layer}"}
+        products = {name for path in mine for name in path[-1].split(" + ")}
+        assert {"QKV projection", "fused attention", "output projection", "expansion", "projection"} <= products
+        assert {path[0] for path in mine} >= {"attention", "MLP"}
+    assert any("LM head" in path[-1] for path in found)
 
 
 def test_a_librarys_kernels_belong_to_the_ops_between_ours() -> None:

@@ -20,7 +20,7 @@ from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Sp
 #: Steps that the timeline shows, and moments that it has at most.
 TRACE_STEPS, MOST_MOMENTS = 2, 6000
 #: µs below which what the host does is not worth a place there: views and their like.
-SHORTEST = 2.0
+SHORTEST = 5.0
 #: What torch calls attention when it is one operator: it is a step of its own wherever it is met inside attention.
 FUSED_OPS = ("aten::scaled_dot_product_attention",)
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")

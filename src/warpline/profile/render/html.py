@@ -61,7 +61,7 @@ def _phase(session: Session, phase: Phase, gpu: str | None) -> list[str]:
     ]
     for section in found.values():
         parts.append(f"<h3>{_safe(section.title)}</h3>{_table(section, 'sortable')}")
-    return [*parts, f"<h3>{_safe(kernels.title)}</h3>{_table(kernels, 'sortable')}"]
+    return [*parts, f"<h3>{_safe(kernels.title)}</h3>{_table(kernels, 'sortable kernels')}"]
 
 
 def _table(section: s.Section, kind: str = "") -> str:
