@@ -143,7 +143,14 @@ def test_nothing_recorded() -> None:
 
 def test_the_timeline_is_bounded() -> None:
     events = [Event("mark", "", 1000.0 * i) for i in range(20)]
-    events += [Event("op", "aten::add", 2.5 * i, 2.4) for i in range(8000)]
+    events += [Event("op", "aten::add", 10.0 * i, 9) for i in range(2000)]
+    events += [Event("op", "aten::view", 10.0 * i + 1, 1) for i in range(2000)]  # too short to be shown
     found = aggregate(events, 20_000, on_gpu=False)
-    assert len(found.timeline) <= MOST_MOMENTS
-    assert max(moment.start for moment in found.timeline) < 1000 * TRACE_STEPS
+    assert [moment.start for moment in found.timeline] == [10.0 * i for i in range(100 * TRACE_STEPS)]
+    many = [Event("mark", "", 0.0), *(Event("op", "aten::add", 10.0 * i, 9) for i in range(2 * MOST_MOMENTS))]
+    assert len(aggregate(many, 20.0 * MOST_MOMENTS, on_gpu=False).timeline) == MOST_MOMENTS
+
+
+def test_launches_are_shown_however_short() -> None:
+    found = aggregate([event for i in range(3) for event in gpu_step(40.0 * i, i + 1)], 120, skip=1, on_gpu=True)
+    assert [m.name for m in found.timeline if m.track == "host"] == ["cudaLaunchKernel"] * 4

@@ -19,7 +19,7 @@ from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Sp
 
 #: Steps that the timeline shows, and moments that it has at most.
 TRACE_STEPS, MOST_MOMENTS = 2, 6000
-#: µs below which what the host does is not worth a place there: views and their like.
+#: µs below which an operator of the host is not worth a place there: views and their like.
 SHORTEST = 5.0
 #: What torch calls attention when it is one operator: it is a step of its own wherever it is met inside attention.
 FUSED_OPS = ("aten::scaled_dot_product_attention",)
@@ -276,7 +276,7 @@ def _timeline(
     found = [
         Moment("module", s.path[-1], s.path, s.start, s.us) for s in host.spans if first <= s.start < last and s.path
     ]
-    shown = (e for e in calls if first <= e.start < last and e.us >= SHORTEST)
+    shown = (e for e in calls if first <= e.start < last and (e.us >= SHORTEST or e.kind == "launch"))
     found += [Moment("host", e.name, host.at(e.start), e.start, e.us) for e in shown]
     found += gpu
     found.sort(key=lambda moment: (moment.start, -moment.us))
