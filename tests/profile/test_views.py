@@ -15,8 +15,10 @@ from warpline.profile.classify import classes, classify, unknown
 from warpline.profile.compare import compare
 from warpline.profile.launches import kernel_table, overhead
 from warpline.profile.names import hf_path, op_path, path_of, stamp_path
+from warpline.profile.render import markdown
+from warpline.profile.render.html import page
 from warpline.profile.roofline import class_bytes, points, project, whole
-from warpline.profile.session import KernelRow, ModulePath, Session, SpanRow, Work
+from warpline.profile.session import KernelRow, Launches, ModulePath, Session, SpanRow, Work
 from warpline.profile.verdict import findings, verdict
 
 LAYERS = GPT2.n_layer
@@ -227,6 +229,18 @@ def test_what_recording_costs_is_no_gap() -> None:
     assert best.kind == "gaps"
     assert best.saved_us == pytest.approx(0.25 * phase.gap_us)
     assert best.step_us == freed.plain_us
+
+
+def test_without_kernels_gaps_are_between_modules() -> None:
+    """As events leave a phase where CUPTI does not answer."""
+    session = made_up(gap=20.0, source="events")
+    blind = replace(session.phases[0], kernels=(), launches=Launches())
+    session = replace(session, phases=(blind,))
+    assert "those inside them were not seen" in findings(session, blind)[0].cause
+    text = markdown.whole(session)
+    assert "CUPTI is not available" in text
+    assert "kernels per step" not in text
+    assert "transformer blocks" in page(session)
 
 
 def test_no_cache_is_named() -> None:

@@ -26,7 +26,7 @@ from warpline.errors import ConfigError
 from warpline.profile import stamps
 from warpline.profile.events import Aggregate, Event, Sequencer, aggregate
 from warpline.profile.instruments import reason_against, sequencer_of, watched
-from warpline.profile.session import PHASES, ModulePath, Phase, Session, Work
+from warpline.profile.session import PHASES, Launches, ModulePath, Phase, Session, Work
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +171,8 @@ class _Recorder:
             plain_us=plain,
             work=self._work(name),
             spans=found.spans,
-            kernels=found.kernels,
-            launches=found.launches,
+            kernels=found.kernels if source == "kineto" else (),  # events see modules alone
+            launches=found.launches if source == "kineto" else Launches(),
             timeline=found.timeline,
         )
 

@@ -230,7 +230,7 @@ def _of_gpu(
         launches=Launches(
             count=len(counted) / count,
             host_us=sum(e.us for e in counted) / count,
-            graphs=sum(e.name in GRAPH_LAUNCHES for e in counted) / count,
+            graphs=sum(e.name.startswith(GRAPH_LAUNCHES) for e in counted) / count,
             kernels=sum(map(len, by_step[skip:])) / count,
         ),
         timeline=_timeline(host, moments, counted, bounds, skip),
@@ -241,15 +241,15 @@ def _of_gpu(
 def _places(
     kernels: Sequence[Event], host: _Host, launches: dict[int, Event], sequencer: Sequencer | None
 ) -> list[ModulePath | None]:
-    """The module of each: as the schedule has it, as the event says itself, or where the host was at its launch."""
+    """The module of each: as the event says itself, as the schedule has it, or where the host was at its launch."""
+    if all(kernel.path for kernel in kernels):
+        return [kernel.path for kernel in kernels]
     if sequencer is not None:
         return sequencer([kernel.name for kernel in kernels])
     found: list[ModulePath | None] = []
     for kernel in kernels:
         launch = launches.get(kernel.correlation)
-        if kernel.path:
-            found.append(kernel.path)
-        elif launch is None or launch.name in GRAPH_LAUNCHES:
+        if launch is None or launch.name.startswith(GRAPH_LAUNCHES):
             found.append(None)
         else:
             found.append(host.at(launch.start))

@@ -25,10 +25,9 @@ from warpline.errors import ConfigError
 from warpline.model.observe import observed
 from warpline.model.parameters import Step
 from warpline.model.weights import Weights
-from warpline.profile.classify import classify
 from warpline.profile.events import Sequencer
 from warpline.profile.names import hf_path, op_path, path_of
-from warpline.profile.order import by_products
+from warpline.profile.order import begins_product, by_products
 from warpline.profile.session import ModulePath
 
 Mark = Callable[[], None]
@@ -223,7 +222,7 @@ def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
 
 
 def _spread(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
-    products = [i for i, name in enumerate(names) if classify(name) == "GEMM"]
+    products = [i for i, name in enumerate(names) if begins_product(name)]
     if not ops or products[:1] != [0] or len(products) != len(ops):
         return [None] * len(names)
     return [ops[sum(i <= at for i in products) - 1][1] for at in range(len(names))]

@@ -21,9 +21,14 @@ _PRODUCTS: dict[int, tuple[p.Step, ...]] = {
 _APPENDIX = re.compile(r"splitk.*reduce|reduce.*splitk", re.IGNORECASE)
 
 
+def begins_product(name: str) -> bool:
+    """Whether a kernel is a product's first; a second one may sum the parts."""
+    return classify(name) == "GEMM" and not _APPENDIX.search(name)
+
+
 def by_products(names: Sequence[str], layers: int) -> list[ModulePath | None]:
     """The module of each kernel of a step, or None for all."""
-    products = [i for i, name in enumerate(names) if classify(name) == "GEMM" and not _APPENDIX.search(name)]
+    products = [i for i, name in enumerate(names) if begins_product(name)]
     per, rest = divmod(len(products) - 1, layers)
     if rest or per not in _PRODUCTS:
         return [None] * len(names)

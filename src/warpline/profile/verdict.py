@@ -78,7 +78,13 @@ def verdict(session: Session, phase: Phase) -> str:
         )
     best = findings(session, phase)
     if not best:
-        return f"{stands} No single cause accounts for the rest."
+        seen = bool(points(session, phase))
+        why = (
+            "No single cause accounts for the rest."
+            if seen
+            else "Its modules cannot be seen, so nothing else is priced."
+        )
+        return f"{stands} {why}"
     return f"{stands} {best[0].text}"
 
 
@@ -111,16 +117,21 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
             "host",
             f"Python and the dispatch of {spent.kernels:,.0f} operators take {gaps:,.0f} µs of each step "
             f"({share:.0f} %).",
-            "Fewer and larger operators, or torch.compile, do away with that.",
+            "Fewer and larger operators do away with that."
+            if "compile" in session.method
+            else "Fewer and larger operators, or torch.compile, do away with that.",
             gaps,
             phase.free_us,
         )
         return
     each = "" if spent.host_us_per_launch is None else f", {spent.host_us_per_launch:.1f} µs of the host each"
+    between = f"gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each})."
+    if not spent.kernels:
+        between = "gaps between modules; those inside them were not seen."
     yield Finding(
         "gaps",
         f"The GPU waits for the host: it computes {100 - share:.0f} % of the time, and {gaps:,.0f} µs of each step are "
-        f"gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each}).",
+        f"{between}",
         "Capture the step in a CUDA graph, or decode many tokens in one launch (executors graph and persistent).",
         gaps,
         phase.free_us,

@@ -52,9 +52,10 @@ def summary(session: Session, phase: Phase) -> Section:
         ),
         (f"{'GPU' if gpu else 'operators'} busy", f"{spent.busy_us:,.1f} µs, {100 * spent.busy_share:.1f} %"),
         (gaps, f"{spent.gap_us:,.1f} µs; without them a step takes {spent.busy_us:,.1f} µs"),
-        ("kernels per step" if gpu else "operators per step", f"{spent.kernels:,.1f}"),
     ]
-    if gpu:
+    if spent.kernels:
+        rows.append(("kernels per step" if gpu else "operators per step", f"{spent.kernels:,.1f}"))
+    if gpu and spent.kernels:
         each = "n/a" if spent.host_us_per_launch is None else f"{spent.host_us_per_launch:.2f} µs of the host each"
         rows.append(("launches per step", f"{spent.launches:,.2f}, {each}"))
     rows += [
