@@ -79,6 +79,8 @@ def _table(group: list[Session], name: str) -> str:
                 f"{phase.free_busy_us:,.0f}",
                 f"{spent.kernels:,.0f}",
                 f"{spent.launches:,.1f}" if session.kind == "cuda" else "",
+                f"{session.read_gb_s:,.0f}",
+                f"{session.product_tflop_s:,.2f}",
                 f"{100 * min(1.0, point.roof_us / phase.free_us):.0f}",
                 remedy,
             )

@@ -176,20 +176,21 @@ def projection(session: Session, phase: Phase, gpu: str) -> Section:
     target, rows = project(session, phase, gpu)
     text = (
         f"A projection, not a measurement: {target.name} by its datasheet ({target.read_gb_s:,.0f} GB/s, "
-        f"{target.tflop_s:,.1f} TFLOP/s). What bytes or FLOPs bind here is expected as near to the roof there; the "
-        "rest depends on hosts and latencies, and is left open."
+        f"{target.tflop_s:,.1f} TFLOP/s). What bytes or FLOPs bind on a GPU is expected as near to the roof there; "
+        "the rest depends on hosts and latencies, and is left open."
     )
     titles = ("module", "µs here", "µs at its roof", "µs expected")
+    used = len(titles) if any(row.expected_us is not None for row in rows) else len(titles) - 1
     lines = [
         (
             row.name,
             f"{row.here_us:,.1f}",
             f"{row.roof_us:,.1f}",
             "" if row.expected_us is None else f"{row.expected_us:,.1f}",
-        )
+        )[:used]
         for row in rows
     ]
-    return Section(f"Projected onto {target.name}", titles, tuple(lines), text)
+    return Section(f"Projected onto {target.name}", titles[:used], tuple(lines), text)
 
 
 def phase_sections(
