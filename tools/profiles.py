@@ -85,16 +85,8 @@ def _table(group: list[Session], name: str) -> str:
                 remedy,
             )
         )
-    titles = (
-        name,
-        "µs/step",
-        "when recorded",
-        "busy µs",
-        "kernels or operators",
-        "launches",
-        "% of the roof",
-        "first remedy",
-    )
+    titles: tuple[str, ...] = (name, "µs/step", "when recorded", "busy µs", "kernels or operators", "launches")
+    titles += ("GB/s read", "TFLOP/s", "% of the roof", "first remedy")
     return markdown.table(sections.Section("", titles, tuple(rows)))
 
 
