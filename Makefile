@@ -72,10 +72,10 @@ profile-cpu: $(VENV)/.dev
 		$(BIN)/warpline profile $$method -m $$model --device cpu --context 64 --save results > /dev/null; done; done
 
 profile-gpu:
-	set -e; for method in naive hf-eager; do \
-		PYTHONPATH=src $(PYTHON) -m warpline profile $$method --device cuda --dtype fp32 --save results > /dev/null; done
-	set -e; for method in naive torch hf-sdpa static-kv static-kv-graph static-kv-compile kernels graph persistent; do \
-		PYTHONPATH=src $(PYTHON) -m warpline profile $$method --device cuda --save results > /dev/null; done
+	status=0; for method in naive:fp32 hf-eager:fp32 naive:fp16 torch:fp16 hf-sdpa:fp16 static-kv:fp16 static-kv-graph:fp16 \
+		static-kv-compile:fp16 kernels:fp16 graph:fp16 persistent:fp16; do \
+		PYTHONPATH=src $(PYTHON) -m warpline profile $${method%:*} --dtype $${method#*:} --device cuda --save results > /dev/null \
+		|| { echo "$$method failed"; status=1; }; done; exit $$status
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -163,6 +163,8 @@ def main() -> None:
     for path in sorted((ROOT / "results").rglob("*.jsonl")):
         if count := stamp(path):
             print(f"{path.relative_to(ROOT)}: {count} rows given their commit")
+    if count := profiles.stamp():
+        print(f"{count} sessions given their commit")
     benchmarks.draw()
     ladders.draw()
     tuning.draw()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.test_ladder_report import recorded
+from tests.profile.conftest import made_up
 from tools import benchmarks, ladders, profiles
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import ladder_report, rows
@@ -15,7 +16,7 @@ from warpline.cli.profile import kept_name
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.ladder.rung import Ladder
 from warpline.profile import tree
-from warpline.profile.session import read
+from warpline.profile.session import read, save
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -126,6 +127,17 @@ def test_profiles_are_not_stale() -> None:
     assert {path.name for path in profiles.IMAGES.glob("profile-*.svg")} == set(wanted), "run: make readme"
     for name, text in wanted.items():
         assert (profiles.IMAGES / name).read_text(encoding="utf-8") == text, "run: make readme"
+
+
+def test_sessions_get_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known, strange = (tmp_path / "results" / "gpu" / "profile" / name for name in ("a.json", "b.json"))
+    for path, source in ((known, "s" * 16), (strange, "t" * 16)):
+        save(made_up(origin={"commit": None, "dirty": False, "source": source}), path)
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)
+    monkeypatch.setattr(rows, "_commits", lambda digests: {"s" * 16: "c" * 40} if "s" * 16 in digests else {})
+    assert (profiles.stamp(), profiles.stamp()) == (1, 0)
+    assert [read(path).origin["commit"] for path in (known, strange)] == ["c" * 40, None]
+    profiles.sessions.cache_clear()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/profile/*.json")), ids=lambda path: path.stem)
