@@ -21,7 +21,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def stamp() -> int:
-    """Sessions recorded from code that was not committed there get the commit that has exactly this code, as rows do."""
+    """Sessions of code that was not committed where it ran get the commit that has exactly this code, as rows do."""
     waiting = []
     for path in sorted((ROOT / "results").glob("*/profile/*.json")):
         raw = json.loads(path.read_text(encoding="utf-8"))

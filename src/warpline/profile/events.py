@@ -18,7 +18,7 @@ from warpline.profile.names import common
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, SpanRow
 
 #: Steps that the timeline shows, and moments that it has at most.
-TRACE_STEPS, MOST_MOMENTS = 2, 6000
+TRACE_STEPS, MOST_MOMENTS = 2, 4000
 #: µs below which an operator of the host is not worth a place there: views and their like.
 SHORTEST = 5.0
 #: What torch calls attention when it is one operator: it is a step of its own wherever it is met inside attention.
