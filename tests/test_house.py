@@ -25,6 +25,7 @@ ALLOWED = {
     "engine": {"base", "model", "kernels", "engine"},
     "bench": {"base", "model", "kernels", "engine", "bench"},
     "tune": {"base", "kernels", "bench", "tune"},
+    "hf": {"base", "model", "kernels", "engine", "bench", "hf"},
     "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "cluster", "cli"},
 }
 
