@@ -77,7 +77,8 @@ class Generate:
         """The engine, made anew if the model is not what it was."""
         if self.runner is None or not self.runner.serves(self.model, eos):
             self.runner = None  # before the new one takes its memory
-            self.runner = Runner(self.model, eos)
+            with torch.inference_mode(False):  # what it allocates is for later calls too
+                self.runner = Runner(self.model, eos)
         return self.runner
 
 

@@ -90,7 +90,7 @@ def patch(
         if not report.difference <= report.allowed:
             raise ConfigError(
                 f"the patched model's logits differ by {report.difference:.3g}, but {dtype} explains at most "
-                f"{report.allowed:.3g} (transformers {report.transformers}): the model is left as it was; please report this"
+                f"{report.allowed:.3g} (transformers {report.transformers}): the model is left as it was"
             )
         if fast_math:
             shared.fast_math = True

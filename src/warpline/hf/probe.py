@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from warpline.errors import ConfigError
 from warpline.hf.gate import DTYPES, FEW_ROWS
 
 #: Roundings of a logit that are allowed, where each layer adds about four like a random walk, and of its last one.
-WALK, LAST = 32, 4
+WALK, LAST = 48, 8
 
 
 def version() -> str:
@@ -137,8 +138,8 @@ class Seen:
 
     def allowed(self, dtype: torch.dtype, layers: int) -> float:
         """What rounding explains."""
-        rounding = ROUNDING[DTYPES[dtype]]
-        return rounding * (WALK * (4 * layers) ** 0.5 * self.spread + LAST * float(self.values.abs().max()))
+        walked = WALK * math.sqrt(4 * layers) * self.spread
+        return ROUNDING[DTYPES[dtype]] * (walked + LAST * float(self.values.abs().max()))
 
 
 @contextmanager

@@ -33,9 +33,8 @@ class Report:
         lines = [f"transformers {self.transformers}, {self.dtype} on {self.device}"]
         lines += [f"  replaced  {part}: {what}" for part, what in self.replaced.items()]
         lines += [f"  left      {part}: {why}" for part, why in self.left.items()]
-        lines.append(
-            f"  logits moved by at most {self.difference:.3g} (allowed {self.allowed:.3g}, their spread {self.spread:.3g})"
-        )
+        limits = f"allowed {self.allowed:.3g}, their spread {self.spread:.3g}"
+        lines.append(f"  logits moved by at most {self.difference:.3g} ({limits})")
         if self.fast_math_difference is not None:
             lines.append(f"  with fast_math by at most {self.fast_math_difference:.3g}")
         lines += [f"  generate  {count} × {outcome}" for outcome, count in self.calls.items()]

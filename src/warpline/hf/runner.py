@@ -60,7 +60,7 @@ class Runner:
         shortest = min(len(request.prompt) for request in requests)
         executor.prefill(state)
         left = max(request.limit - len(request.prompt) for request in requests) - 1
-        ends = any(not request.params.ignore_eos for request in requests) and self.taken.weights.config.eos_token_id
+        ends = self.taken.weights.config.eos_token_id is not None and not all(r.params.ignore_eos for r in requests)
         while left > 0:
             steps = min(executor.chunk, left) if ends else left
             executor.decode(state, steps)
