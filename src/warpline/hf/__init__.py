@@ -3,7 +3,8 @@
     import warpline.hf as whf
     print(whf.patch(model))
 
-Names are loaded on first use: importing this needs neither torch nor transformers.
+Names are loaded on first use: importing this needs neither torch nor transformers. No module of this room may be called
+like one of them: importing it would put it in the function's place.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpline.hf.attention import register
-    from warpline.hf.patch import patch, patched, unpatch
+    from warpline.hf.patching import patch, patched, unpatch
     from warpline.hf.report import Report
 
 _HOMES = {
-    "patch": "warpline.hf.patch",
-    "unpatch": "warpline.hf.patch",
-    "patched": "warpline.hf.patch",
+    "patch": "warpline.hf.patching",
+    "unpatch": "warpline.hf.patching",
+    "patched": "warpline.hf.patching",
     "Report": "warpline.hf.report",
     "register": "warpline.hf.attention",
 }

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 #: Storage types of the kernels.
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+#: Where they run, on a CPU as their references.
+DEVICES = ("cpu", "cuda")
 #: Rows below which a GPU waits for the host: there a torch operator of ours, called through Python, costs more host
 #: time than its kernel saves, so few rows take torch's own operators. Without a GPU there is nothing to save.
 FEW_ROWS = 256
@@ -39,6 +41,8 @@ def obstacle(module: nn.Module, *tensors: Tensor) -> str | None:
         return "the model is in train mode, so its original code runs: call model.eval() for the kernels"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *module.parameters())):
         return "gradients are recorded, so the original code runs: use torch.no_grad() for the kernels"
+    if tensors[0].device.type not in DEVICES:
+        return f"the kernels do not run on {tensors[0].device.type}, so the original code runs"
     if tensors[0].dtype not in DTYPES:
         return f"the kernels know no {tensors[0].dtype}, so the original code runs"
     if torch.is_autocast_enabled(tensors[0].device.type):

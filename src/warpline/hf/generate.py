@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from warpline.config import SamplingParams
 from warpline.engine.state import Request
 from warpline.errors import ConfigError
-from warpline.hf.gate import DTYPES, Shared
+from warpline.hf.gate import DEVICES, DTYPES, Shared
 from warpline.hf.report import Report
 from warpline.hf.runner import Runner
 
@@ -142,8 +142,8 @@ _METHOD_ARGUMENTS = (
 def _check_model(model: Any) -> None:
     if model.training:
         raise NotOursError("train mode")
-    if model.dtype not in DTYPES:
-        raise NotOursError(str(model.dtype))
+    if model.dtype not in DTYPES or model.device.type not in DEVICES:
+        raise NotOursError(f"{model.dtype} on {model.device.type}")
     if torch.is_autocast_enabled(model.device.type):
         raise NotOursError("autocast")
     if torch.compiler.is_compiling():

@@ -17,7 +17,7 @@ from torch import nn
 from warpline.errors import ConfigError, KernelError, WarplineError
 from warpline.hf import attention as attentions
 from warpline.hf import probe
-from warpline.hf.gate import DTYPES, Forward, Shared
+from warpline.hf.gate import DEVICES, DTYPES, Forward, Shared
 from warpline.hf.generate import Generate
 from warpline.hf.modules import MLP, LayerNorm
 from warpline.hf.report import Report
@@ -79,6 +79,8 @@ def patch(
     dtype = DTYPES.get(some.dtype)
     if dtype is None:
         raise ConfigError(f"the model is in {some.dtype}: convert it to float32, float16 or bfloat16 first")
+    if some.device.type not in DEVICES:
+        raise ConfigError(f"the model is on {some.device.type}: move it to cpu or cuda first")
     report = Report(probe.version(), dtype, str(some.device))
     record, shared = Patch(options, report), Shared(fast_math=False)
     asked = model if hasattr(model, "lm_head") and hasattr(model, "generate") and _is_lm(model) else base
@@ -95,8 +97,7 @@ def patch(
         if fast_math:
             shared.fast_math = True
             report.fast_math_difference = before.difference(probe.look(asked, base))
-        if generate:
-            _take_over(model, record, shared)
+        _take_over(model, record, shared)
     except BaseException:
         record.take_back()
         raise
@@ -194,7 +195,7 @@ def _obstacle(base: Any) -> str | None:
 def _take_over(model: Any, record: Patch, shared: Shared) -> None:
     """`generate` on the engine, if its tokens are the model's."""
     report = record.report
-    why = _not_for_engine(model)
+    why = _not_for_engine(model) if record.options["generate"] else "not asked for"
     if why is not None:
         report.left["generate"] = why
         return
