@@ -1,4 +1,4 @@
-"""`generate` of a patched model: the engine where it can, the original method where it cannot, the same text either way."""
+"""`generate` of a patched model: the engine where it can, the original method elsewhere, the same text either way."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from warpline.errors import ConfigError
 from warpline.hf.gate import DEVICES, DTYPES, Shared
 from warpline.hf.report import Report
 from warpline.hf.runner import Runner
+from warpline.hf.weights import held
 
 #: Settings of a GenerationConfig that are translated below, or that change nothing in what we do.
 TRANSLATED = {
@@ -150,7 +151,7 @@ def _check_model(model: Any) -> None:
         raise NotOursError("torch.compile")
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise NotOursError("modules with hooks, which the engine would not call")
-    if {p.device for p in model.parameters()} != {model.device}:
+    if {p.device for p in held(model)} != {model.device}:
         raise NotOursError("parameters on several devices")
 
 

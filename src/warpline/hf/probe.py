@@ -18,7 +18,7 @@ from warpline.errors import ConfigError
 from warpline.hf.gate import DTYPES, FEW_ROWS
 
 #: Roundings of a logit that are allowed, where each layer adds about four like a random walk, and of its last one.
-WALK, LAST = 48, 8
+WALK, LAST = 96, 16
 
 
 def version() -> str:
@@ -139,7 +139,8 @@ class Seen:
     def allowed(self, dtype: torch.dtype, layers: int) -> float:
         """What rounding explains."""
         walked = WALK * math.sqrt(4 * layers) * self.spread
-        return ROUNDING[DTYPES[dtype]] * (walked + LAST * float(self.values.abs().max()))
+        most = ROUNDING[DTYPES[dtype]] * (walked + LAST * float(self.values.abs().max()))
+        return min(most, self.spread / 2)  # beyond that, no rounding is an excuse
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Runner:
 
     def serves(self, model: Any, eos: int | None) -> bool:
         """Whether it still computes with what the model is now."""
-        return eos == self.eos and self._watch.holds(model)
+        return eos in (None, self.eos) and self._watch.holds(model)
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """The new tokens of every request."""

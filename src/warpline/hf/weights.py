@@ -59,23 +59,29 @@ class Watch:
     """
 
     def __init__(self, model: Any):
-        self._marks = _marks(model)
+        found = held(model)
+        self._marks = _marks(found)
         with torch.inference_mode(False), torch.no_grad():
-            self._views = [_sample(p.detach()) for p in model.parameters()]
+            self._views = [_sample(p.detach()) for p in found]
             self._seen = torch.cat(self._views).clone()
 
     def holds(self, model: Any) -> bool:
         """Whether everything is as it was."""
-        if _marks(model) != self._marks:
+        if _marks(held(model)) != self._marks:
             return False
         with torch.no_grad():
             return bool(torch.equal(torch.cat(self._views), self._seen))
 
 
-def _marks(model: Any) -> list[tuple[int, int, torch.dtype]]:
+def held(model: Any) -> list[Tensor]:
+    """The parameters, tied ones twice: cheaper than `model.parameters()`, and every call of generate pays for it."""
+    return [p for module in model.modules() for p in module._parameters.values() if p is not None]
+
+
+def _marks(found: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
     return [
         (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype)  # inference tensors have no count
-        for p in model.parameters()
+        for p in found
     ]
 
 
