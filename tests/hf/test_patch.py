@@ -216,6 +216,7 @@ def test_autocast_runs_the_original(model: Any, ids: Tensor) -> None:
         assert torch.equal(logits(model, ids), before)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # masks of transformers 4.57
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiled_as_one_graph(model: Any, ids: Tensor, padded: bool) -> None:
     mask = left_padded(ids, [0, 5, 9]) if padded else None
