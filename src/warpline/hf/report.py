@@ -33,6 +33,8 @@ class Report:
         lines = [f"transformers {self.transformers}, {self.dtype} on {self.device}"]
         lines += [f"  replaced  {part}: {what}" for part, what in self.replaced.items()]
         lines += [f"  left      {part}: {why}" for part, why in self.left.items()]
+        if self.device == "cpu":
+            lines.append("  on a CPU the kernels run as their references: the same results, not faster")
         limits = f"allowed {self.allowed:.3g}, their spread {self.spread:.3g}"
         lines.append(f"  logits moved by at most {self.difference:.3g} ({limits})")
         if self.fast_math_difference is not None:
