@@ -272,6 +272,42 @@ def test_parts_changed_by_others_are_left(model: Any) -> None:
     assert report.replaced["mlp"].startswith("1 of 2")
 
 
+def test_parts_changed_after_the_patch_are_called(model: Any, ids: Tensor) -> None:
+    class Adapted(torch.nn.Module):
+        """As adapters do: the weight of what it wraps, and something more."""
+
+        def __init__(self, inner: Any):
+            super().__init__()
+            self.inner = inner
+
+        @property
+        def weight(self) -> Tensor:
+            found: Tensor = self.inner.weight
+            return found
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inner(x) + 1
+            return result
+
+    before = logits(model, ids)
+    report = whf.patch(model)
+    seen: list[int] = []
+    handle = model.transformer.h[0].mlp.act.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(UserWarning, match="has hooks or has been replaced"):
+        assert close(logits(model, ids), before)
+    assert len(seen) == 1
+    handle.remove()
+    mlp = model.transformer.h[0].mlp
+    mlp.c_fc = Adapted(mlp.c_fc)
+    found = logits(model, ids)
+    assert not close(found, before)
+    text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert list(report.calls) == ["original method: modules that were replaced after the patch"]
+    whf.unpatch(model)
+    assert close(logits(model, ids), found)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), text)
+
+
 def test_unknown_internals_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 

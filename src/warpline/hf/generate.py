@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from warpline.config import SamplingParams
 from warpline.engine.state import Request
 from warpline.errors import ConfigError
-from warpline.hf.gate import DEVICES, DTYPES, Shared
+from warpline.hf.gate import DEVICES, DTYPES, Forward, Shared
 from warpline.hf.report import Report
 from warpline.hf.runner import Runner
 from warpline.hf.weights import held
@@ -55,6 +55,7 @@ class Generate:
 
     def __init__(self, model: nn.Module, shared: Shared, report: Report, *, sampling: bool):
         self.model, self.shared, self.report, self.sampling = model, shared, report, sampling
+        self.kinds = [type(module) for module in model.modules()]
         self.runner: Runner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,6 +67,7 @@ class Generate:
         if model.training:
             self.shared.tell("the model is in train mode, so its original code runs: call model.eval() for the engine")
         try:
+            _check_model(model, self.kinds)
             job = translate(model, inputs, kwargs, sampling=self.sampling)
         except NotOursError as reason:
             self.report.count(f"original method: {reason}")
@@ -85,7 +87,6 @@ class Generate:
 
 def translate(model: Any, inputs: Tensor | None, kwargs: dict[str, Any], *, sampling: bool) -> Job:
     """The call as requests to the engine; raises `NotOursError` if it cannot be."""
-    _check_model(model)
     given = dict(kwargs)
     config = given.pop("generation_config", None)
     named = [name for name, value in given.items() if value is not None and name in _METHOD_ARGUMENTS]
@@ -140,7 +141,7 @@ _METHOD_ARGUMENTS = (
 )  # fmt: skip
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, kinds: list[type]) -> None:
     if model.training:
         raise NotOursError("train mode")
     if model.dtype not in DTYPES or model.device.type not in DEVICES:
@@ -149,8 +150,14 @@ def _check_model(model: Any) -> None:
         raise NotOursError("autocast")
     if torch.compiler.is_compiling():
         raise NotOursError("torch.compile")
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        raise NotOursError("modules with hooks, which the engine would not call")
+    modules = list(model.modules())
+    if [type(module) for module in modules] != kinds:
+        raise NotOursError("modules that were replaced after the patch")
+    for module in modules:
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NotOursError("modules with hooks, which the engine would not call")
+        if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], Forward):
+            raise NotOursError("modules whose forward somebody else has replaced")
     if {p.device for p in held(model)} != {model.device}:
         raise NotOursError("parameters on several devices")
 

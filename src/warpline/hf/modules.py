@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpline.hf.gate import Forward, is_few
+from warpline.hf.gate import Forward, Shared, is_few
 from warpline.kernels import torch_ops
 
 #: Importing it registers the operators.
@@ -18,15 +18,35 @@ OPERATORS = torch_ops.OPERATORS
 class MLP(Forward):
     """First product, bias and GELU in one pass, second product: Conv1D's [in, out] matrices serve as they are."""
 
+    def __init__(self, module: nn.Module, shared: Shared):
+        super().__init__(module, shared)
+        self._product = type(cast(Any, module).c_fc)
+
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """As GPT2MLP."""
         mlp = cast(Any, self.module)
-        if self.stopped(hidden_states):
+        if not self._is_plain() or self.stopped(hidden_states):
             return self.original(hidden_states)  # type: ignore[no-any-return]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         hidden = self._few(x) if is_few(x, len(x)) else self._many(x)
         y = torch.addmm(mlp.c_proj.bias, hidden, mlp.c_proj.weight)
         return y.view(*hidden_states.shape[:-1], y.shape[-1])
+
+    def _is_plain(self) -> bool:
+        """Whether calling the parts would do nothing but what we do without calling them: since the patch, an adapter
+        may have taken the place of one, or a hook may wait for it."""
+        parts = self.module._modules
+        if not all(type(parts[name]) is self._product for name in ("c_fc", "c_proj")):
+            plain = False
+        else:
+            plain = not any(
+                part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__
+                for part in parts.values()
+                if part is not None
+            )
+        if not plain and not torch.compiler.is_compiling():
+            self.shared.tell("a part of an MLP has hooks or has been replaced, so the original code runs")
+        return plain
 
     def _many(self, x: Tensor) -> Tensor:
         mlp = cast(Any, self.module)
