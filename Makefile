@@ -5,11 +5,13 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu check format readme clean
+.PHONY: help demo test test-transformers test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
+	check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
 	@echo "make test     run the tests (no GPU needed)"
+	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
 	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
@@ -28,6 +30,23 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --timeout 300
+
+# The patch meets transformers' internals, which move: these versions and the one of `make test`. Each has an environment
+# of its own, which takes everything else, torch above all, from .venv.
+TRANSFORMERS = 4.57 5.0 5.5
+test-transformers: $(VENV)/.dev
+	set -e; for version in $(TRANSFORMERS); do \
+		env=.venvs/transformers-$$version; \
+		if [ ! -e $$env/.ready ]; then \
+			rm -rf $$env; $(BIN)/python -m venv $$env; \
+			$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+				> $$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/warpline.pth; \
+			$$env/bin/python -m pip --disable-pip-version-check install "transformers==$$version.*"; \
+			touch $$env/.ready; \
+		fi; \
+		$$env/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
+		PYTHONPATH=src:. $$env/bin/python -m pytest tests/hf tests/cli/test_hf.py --timeout 300 -p no:cacheprovider; \
+	done
 
 # A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled.
 test-gpu:
@@ -90,7 +109,7 @@ readme: $(VENV)/.dev
 	$(BIN)/python -m tools.readme
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The stamps depend on pyproject.toml alone: an editable install needs no repetition when code changes.
 $(BIN)/python:

@@ -1,0 +1,105 @@
+"""Attention through `AttentionInterface`: our kernels where nothing but causality hides a key, the model's own function
+everywhere else.
+
+A patched model keeps its config, and with it its mask function; only its attention modules see a config that names
+ours. So a mask always has the form that the function behind ours understands, and no other model that shares the
+config is affected. The name has a mask function as well: without one, transformers passes no mask at all for padded
+batches, and the logits are wrong without an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from warpline.errors import ConfigError
+from warpline.hf.gate import Shared, is_few, obstacle
+from warpline.kernels import torch_ops
+
+#: The name under which transformers knows the function and its masks.
+NAME = "warpline"
+#: Importing it registers the operators.
+OPERATORS = torch_ops.OPERATORS
+#: Arguments that do not change what attention computes.
+HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "logits_to_keep"}
+#: Bytes of keys and values from which on a decode step's attention is worth an operator of ours: below, the GPU waits
+#: for the host, and torch's own operator takes less of the host's time.
+DECODE_BYTES = 256 << 20
+
+
+def register() -> str:
+    """Make the attention and its mask function known to transformers; gives the name, for `attn_implementation`."""
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ConfigError(f"this transformers has no attention interface ({error}): install 4.57 or newer") from error
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+    return NAME
+
+
+def named_config(config: Any, shared: Shared) -> Any:
+    """A copy of `config` for the attention modules, which read nothing of it but the name of their function."""
+    named = copy.copy(config)
+    named._attn_implementation_internal = NAME
+    named._warpline = (config, shared)
+    return named
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`[B, H, T, D]` in, `[B, T, H, D]` out, as `AttentionInterface` has it."""
+    real, shared = getattr(module.config, "_warpline", (None, None))
+    usual = attention_mask is None and not dropout and not getattr(module, "is_cross_attention", False)
+    usual = usual and all(name in HARMLESS or value is None or value is False for name, value in kwargs.items())
+    if query.shape[2] > 1 and is_causal is False:
+        usual = False
+    if usual and _is_worth_it(query, key):
+        why = obstacle(module, query, key, value)
+        if why is None:
+            return _ours(query, key, value, scaling), None
+        if shared is not None and not torch.compiler.is_compiling():
+            shared.tell(why)
+    # What was not given is not passed on: the functions behind ours have defaults of their own.
+    given = {"scaling": scaling, "is_causal": is_causal}
+    kwargs |= {name: value for name, value in given.items() if value is not None}
+    return _behind(real)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
+
+
+def _is_worth_it(query: Tensor, key: Tensor) -> bool:
+    if query.shape[2] > 1:
+        return not is_few(query, query.shape[0] * query.shape[2])
+    return not query.is_cuda or 2 * key.numel() * key.element_size() >= DECODE_BYTES
+
+
+def _ours(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Without a mask, one query sees every key, and many see the keys up to their own place from the first on."""
+    batch, queries = query.shape[0], query.shape[2]
+    keys = key.shape[2] if queries == 1 else queries  # a static cache has empty slots behind the prompt
+    length = torch.full((batch,), keys, dtype=torch.int64, device=query.device)
+    op = torch.ops.warpline.decode_attention if queries == 1 else torch.ops.warpline.flash_attention
+    return op(query, key[:, :, :keys], value[:, :, :keys], length, 0, scaling)  # type: ignore[no-any-return]
+
+
+def _behind(config: Any) -> Any:
+    """The function that the model would call without us."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = "sdpa" if config is None else config._attn_implementation
+    if name == "eager":  # chosen after the patch; every model has its own
+        from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
+
+        return eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,75 @@
+"""The leaves: MLP and LayerNorm. Blocks and models are never touched: their signatures move between versions."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from warpline.hf.gate import Forward, Shared, is_few
+from warpline.kernels import torch_ops
+
+#: Importing it registers the operators.
+OPERATORS = torch_ops.OPERATORS
+
+
+class MLP(Forward):
+    """First product, bias and GELU in one pass, second product: Conv1D's [in, out] matrices serve as they are."""
+
+    def __init__(self, module: nn.Module, shared: Shared):
+        super().__init__(module, shared)
+        self._product = type(cast(Any, module).c_fc)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """As GPT2MLP."""
+        mlp = cast(Any, self.module)
+        if not self._is_plain() or self.stopped(hidden_states):
+            return self.original(hidden_states)  # type: ignore[no-any-return]
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        hidden = self._few(x) if is_few(x, len(x)) else self._many(x)
+        y = torch.addmm(mlp.c_proj.bias, hidden, mlp.c_proj.weight)
+        return y.view(*hidden_states.shape[:-1], y.shape[-1])
+
+    def _is_plain(self) -> bool:
+        """Whether calling the parts would do nothing but what we do without calling them: since the patch, an adapter
+        may have taken the place of one, or a hook may wait for it."""
+        parts = self.module._modules
+        if not all(type(parts[name]) is self._product for name in ("c_fc", "c_proj")):
+            plain = False
+        else:
+            plain = not any(
+                part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__
+                for part in parts.values()
+                if part is not None
+            )
+        if not plain and not torch.compiler.is_compiling():
+            self.shared.tell("a part of an MLP has hooks or has been replaced, so the original code runs")
+        return plain
+
+    def _many(self, x: Tensor) -> Tensor:
+        mlp = cast(Any, self.module)
+        ops = torch.ops.warpline
+        fused = ops.bias_gelu_fast if self.shared.fast_math else ops.bias_gelu
+        return fused(torch.mm(x, mlp.c_fc.weight), mlp.c_fc.bias)  # type: ignore[no-any-return]
+
+    def _few(self, x: Tensor) -> Tensor:
+        """The library's product with bias and, in half precision, GELU in its epilogue; on CUDA it is the tanh form."""
+        fc = cast(Any, self.module).c_fc
+        if x.dtype != torch.float32:
+            return torch._addmm_activation(fc.bias, x, fc.weight, use_gelu=True)
+        return F.gelu(torch.addmm(fc.bias, x, fc.weight), approximate="tanh")
+
+
+class LayerNorm(Forward):
+    """LayerNorm alone: the residual before it is added in the block, which is not ours to change."""
+
+    def __call__(self, input: Tensor) -> Tensor:  # torch calls it so
+        """As nn.LayerNorm."""
+        norm = cast(Any, self.module)
+        rows = input.numel() // input.shape[-1]
+        if is_few(input, rows) or self.stopped(input):
+            return self.original(input)  # type: ignore[no-any-return]
+        x = input.reshape(rows, input.shape[-1])
+        return torch.ops.warpline.layernorm(x, norm.weight, norm.bias, norm.eps).view(input.shape)  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""Token ids in, token ids out, on the engine: what `generate` of a patched model runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from warpline.engine import executor as executors
+from warpline.engine.state import Request, State
+from warpline.errors import ModelError
+from warpline.hf.gate import DTYPES
+from warpline.hf.weights import Taken, Watch, take
+from warpline.model.weights import explained_memory
+
+#: Sequences that are computed together; more run in turns.
+MOST_ROWS = 64
+
+
+class Runner:
+    """An executor over a model's weights, and a state that is kept for the next call."""
+
+    def __init__(self, model: Any, eos: int | None):
+        some = model.transformer.wte.weight
+        self.device, self.dtype, self.eos = some.device, DTYPES[some.dtype], eos
+        views = take(model, copy=False, eos=eos)
+        name = executors.choose("auto", self.device, views.weights.config, self.dtype)
+        on_torch = name == "torch"
+        with explained_memory("a second copy of the model's matrices"):
+            self.taken: Taken = views if on_torch else take(model, copy=True, eos=eos)
+            self.executor = executors.create(name, self.taken.weights, self.device, self.dtype)
+        self._watch = Watch(model)
+        self._state: State | None = None
+
+    @property
+    def described(self) -> str:
+        """Who computes, and whose memory the weights are."""
+        copied, shared = self.taken.copied_bytes, self.taken.shared_bytes
+        text = f"the {self.executor.name} executor; {shared / 1e6:,.1f} MB of weights shared"
+        if copied:
+            text += f", {copied / 1e6:,.1f} MB copied because Conv1D stores matrices transposed"
+        if self.executor.name in ("auto", "persistent"):
+            text += "; the persistent kernel keeps them once more, in the order in which it reads them"
+        return text
+
+    def serves(self, model: Any, eos: int | None) -> bool:
+        """Whether it still computes with what the model is now."""
+        return eos in (None, self.eos) and self._watch.holds(model)
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The new tokens of every request."""
+        most = min(MOST_ROWS, self.executor.most_rows or MOST_ROWS)
+        turns = [requests[first : first + most] for first in range(0, len(requests), most)]
+        return [tokens for turn in turns for tokens in self._run(turn)]
+
+    def _run(self, requests: Sequence[Request]) -> list[list[int]]:
+        state, executor = self._fitting(requests), self.executor
+        state.begin(requests)
+        shortest = min(len(request.prompt) for request in requests)
+        executor.prefill(state)
+        left = max(request.limit - len(request.prompt) for request in requests) - 1
+        ends = self.taken.weights.config.eos_token_id is not None and not all(r.params.ignore_eos for r in requests)
+        while left > 0:
+            steps = min(executor.chunk, left) if ends else left
+            executor.decode(state, steps)
+            left -= steps
+            if ends and left and bool(state.done[: state.batch].all()):
+                break
+        seen = state.read(shortest)
+        executor.check()
+        if seen.broken.any():
+            raise ModelError(
+                f"the model computed logits that are no numbers: its weights are damaged, or {self.dtype} overflowed"
+            )
+        lengths = [len(request.prompt) for request in requests]
+        return [
+            seen.tokens[row, length - shortest : int(seen.length[row]) - shortest].tolist()
+            for row, length in enumerate(lengths)
+        ]
+
+    def _fitting(self, requests: Sequence[Request]) -> State:
+        rows, capacity = len(requests), max(request.limit for request in requests)
+        if self._state is None or not self._state.fits(rows, capacity):
+            if self._state is not None:
+                rows, capacity = max(rows, self._state.rows), max(capacity, self._state.capacity)
+                self._state = None  # before the new one is allocated
+            capacity = min(-(-capacity // 128) * 128, self.taken.weights.config.n_positions)
+            with explained_memory(f"a KV cache of {rows} × {capacity} positions"), torch.inference_mode(False):
+                self._state = self.executor.allocate(rows, capacity)
+        return self._state

@@ -1,0 +1,91 @@
+"""The weights of a Hugging Face model as the engine wants them: shared where the layout allows, copied where not.
+
+Our kernels read matrices as [out, in] rows; Conv1D stores [in, out]. So on a GPU the four matrices of each layer are
+copied once, transposed; everything else is the model's own memory. The torch executor takes the transposed views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpline.config import ModelConfig
+from warpline.errors import ModelError
+from warpline.model import parameters
+from warpline.model.weights import Weights
+
+#: Elements of each parameter by which a change that torch does not count, through `.data`, is noticed.
+SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Weights for the engine, and how much of them is memory of its own."""
+
+    weights: Weights
+    copied_bytes: int
+    shared_bytes: int
+
+
+def take(model: Any, *, copy: bool, eos: int | None) -> Taken:
+    """The weights of a GPT2LMHeadModel; `copy` where rows must be contiguous. `eos` is what ends a text."""
+    raw = {**model.config.to_dict(), "model_type": model.config.model_type, "eos_token_id": eos}
+    tied = model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+    config = ModelConfig.from_hf({**raw, "tie_word_embeddings": tied}, "this model")
+    here = {name.removeprefix("transformer."): tensor.detach() for name, tensor in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    sizes = {True: 0, False: 0}
+    for name, shape in parameters.shapes(config).items():
+        if name not in here:
+            raise ModelError(f"this model has no parameter {name}")
+        transposed = name.endswith(parameters.CONV1D)
+        value = here[name].t() if transposed else here[name]
+        if tuple(value.shape) != shape:
+            raise ModelError(f"this model's {name} is {tuple(value.shape)}, its config says {shape}")
+        copied = copy and not value.is_contiguous()
+        tensors[name] = value.contiguous() if copied else value
+        sizes[copied] += value.nbytes
+    return Taken(Weights("this model", config, tensors), sizes[True], sizes[False])
+
+
+class Watch:
+    """Notices that a model's parameters are not what they were: moved, converted, trained or loaded anew.
+
+    torch counts changes in place, but not those through `.data`; for these a few elements of each parameter are
+    compared, which costs one small kernel.
+    """
+
+    def __init__(self, model: Any):
+        found = held(model)
+        self._marks = _marks(found)
+        with torch.inference_mode(False), torch.no_grad():
+            self._views = [_sample(p.detach()) for p in found]
+            self._seen = torch.cat(self._views).clone()
+
+    def holds(self, model: Any) -> bool:
+        """Whether everything is as it was."""
+        if _marks(held(model)) != self._marks:
+            return False
+        with torch.no_grad():
+            return bool(torch.equal(torch.cat(self._views), self._seen))
+
+
+def held(model: Any) -> list[Tensor]:
+    """The parameters, tied ones twice: cheaper than `model.parameters()`, and every call of generate pays for it."""
+    return [p for module in model.modules() for p in module._parameters.values() if p is not None]
+
+
+def _marks(found: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
+    return [
+        (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype)  # inference tensors have no count
+        for p in found
+    ]
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """A view, so that it shows what stands there later."""
+    flat = parameter.view(-1) if parameter.is_contiguous() else parameter.diagonal()
+    return flat[:: max(1, len(flat) // SAMPLES)]

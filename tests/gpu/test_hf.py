@@ -1,0 +1,183 @@
+"""The patch on a GPU: the same logits and tokens, our kernels where they pay, and the speed that is promised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import warpline.hf as whf
+from tests.hf.conftest import left_padded, logits, make_model, random_ids
+from warpline.hf import attention, modules
+from warpline.hf.gate import FEW_ROWS
+from warpline.hf.measure import Measure
+from warpline.hf.report import Report
+from warpline.model import weights
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+
+
+def on_gpu(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    usual = {"n_layer": 3, "n_embd": 256, "n_positions": 512, "initializer_range": 0.05}
+    return make_model(**usual | changes).to("cuda", dtype)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each of our ways was taken."""
+    calls: dict[str, int] = {}
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def count(*arguments: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, count)
+
+    watch(attention, "_ours")
+    watch(modules.MLP, "_many")
+    watch(modules.MLP, "_few")
+    return calls
+
+
+@DTYPES
+def test_everything_is_replaced_within_rounding(dtype: torch.dtype) -> None:
+    model = on_gpu(dtype)
+    report = whf.patch(model)
+    assert set(report.replaced) == {"mlp", "layernorm", "attention", "generate"}
+    assert not report.left
+    assert report.difference <= report.allowed
+    ids = random_ids(4, 200).cuda()
+    ours = logits(model, ids).float()
+    whf.unpatch(model)
+    theirs = logits(model, ids).float()
+    assert (ours - theirs).abs().max() <= report.allowed
+
+
+@pytest.mark.parametrize("depth", [32, 64, 80])
+def test_heads_of_other_sizes(depth: int) -> None:
+    report = whf.patch(on_gpu(torch.float16, n_embd=4 * depth))
+    assert report.difference <= report.allowed
+    assert "attention" in report.replaced
+
+
+def test_many_rows_are_ours_and_few_are_torchs(counted: dict[str, int]) -> None:
+    model = on_gpu(torch.float16)
+    whf.patch(model, generate=False)
+    counted.clear()
+    logits(model, random_ids(2, FEW_ROWS // 2).cuda())
+    assert counted == {"_ours": 3, "_many": 3}
+    counted.clear()
+    logits(model, random_ids(1, 8).cuda())
+    assert counted == {"_few": 3}
+
+
+@DTYPES
+def test_decode_kernel_behind_a_cache(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "DECODE_BYTES", 0)
+    model = on_gpu(dtype)
+    report = whf.patch(model, generate=False)  # whose probe has such a step
+    ids = random_ids(2, 300).cuda()
+    with torch.no_grad():
+        first = model(ids[:, :-1], use_cache=True)
+        step = model(ids[:, -1:], past_key_values=first.past_key_values, use_cache=True).logits[:, -1]
+    assert (step.float() - logits(model, ids)[:, -1].float()).abs().max() <= report.allowed
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_generate_writes_the_same_text(rows: int) -> None:
+    model, ids = on_gpu(), random_ids(rows, 30).cuda()
+    mask = left_padded(ids.cpu(), [0, *range(3, 2 + rows)]).cuda()
+    before = model.generate(ids, attention_mask=mask, **GREEDY)
+    report = whf.patch(model)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), before)
+    assert report.calls == {"engine": 1}
+    assert "copied because Conv1D" in report.replaced["generate"]
+
+
+def test_moved_and_converted_after_patching() -> None:
+    model = make_model(n_embd=128)
+    report = whf.patch(model)
+    ids = random_ids(3, 100 - 20)[:, :60]
+    here = model.generate(ids, **GREEDY)
+    model.cuda()
+    assert torch.equal(model.generate(ids.cuda(), **GREEDY).cpu(), here)
+    before = logits(model, ids.cuda())
+    model.half()
+    assert (logits(model, ids.cuda()) - before).abs().max() < 0.1 * before.std() + 2**-6 * before.abs().max()
+    model.generate(ids.cuda(), **GREEDY)
+    assert report.calls == {"engine": 3}
+
+
+def test_changes_through_data_are_noticed() -> None:
+    model, ids = on_gpu(), random_ids(1, 16).cuda()
+    whf.patch(model)
+    stale = model.generate(ids, **GREEDY)
+    model.transformer.h[1].mlp.c_fc.weight.data.mul_(-1)
+    found = model.generate(ids, **GREEDY)
+    whf.unpatch(model)
+    assert torch.equal(model.generate(ids, **GREEDY), found)
+    assert not torch.equal(found, stale)
+
+
+def test_fast_math_reports_its_change() -> None:
+    report = whf.patch(on_gpu(torch.float16), fast_math=True)
+    assert report.fast_math_difference is not None
+    assert 0 < report.fast_math_difference < report.spread
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_as_one_graph() -> None:
+    model, ids = on_gpu(torch.float16), random_ids(2, 200).cuda()
+    report = whf.patch(model, generate=False)
+    plain = logits(model, ids, use_cache=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    assert (logits(compiled, ids, use_cache=False) - plain).abs().max() <= report.allowed
+
+
+@pytest.fixture(scope="module")
+def measured() -> Any:
+    device = torch.device("cuda")
+    measure = Measure(weights.load("random:gpt2", dtype="fp16", device="cuda"), device)
+    return measure.run(batch=1, prompt=16, new=100, repetitions=7, budget_seconds=20)
+
+
+def speed(measured: Any, what: str, way: str) -> float:
+    found = [row.sample.median for row in measured.rows if row.what.startswith(what) and row.way == way]
+    return float(found[0])
+
+
+def test_generate_is_as_fast_as_the_engine(measured: Any) -> None:
+    patched, alone, plain = (speed(measured, "generate", w) for w in ("patched", "our engine alone", "unpatched"))
+    assert patched <= 1.3 * alone
+    assert patched <= plain / 30
+
+
+@pytest.mark.parametrize("what", ["forward 1 ×", "forward 16 ×"])
+def test_kernels_make_forward_passes_faster(measured: Any, what: str) -> None:
+    assert speed(measured, what, "kernels only") < speed(measured, what, "unpatched")
+
+
+def test_kernels_never_slow_decoding_down(measured: Any) -> None:
+    assert speed(measured, "generate", "kernels only") <= 1.03 * speed(measured, "generate", "unpatched")
+
+
+def test_report_prints(measured: Any) -> None:
+    report: Report = measured.report
+    assert "replaced  generate" in str(report)
+    assert isinstance(measured.same_tokens, float)
+
+
+def test_ids_elsewhere_go_to_the_original() -> None:
+    model = on_gpu()
+    report = whf.patch(model)
+    ids: Tensor = random_ids(1, 8)
+    with pytest.raises(RuntimeError):
+        model.generate(ids, **GREEDY)
+    assert list(report.calls) == ["original method: input ids on another device"]

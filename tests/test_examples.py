@@ -1,0 +1,49 @@
+"""The examples run from top to bottom on a machine without a GPU or a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(code: str, folder: Path) -> str:
+    """In a process and a folder of its own; what it prints."""
+    path = os.pathsep.join(filter(None, (str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """Its code cells, one after another. They hold plain Python, so this needs no Jupyter."""
+    notebook = json.loads((EXAMPLES / "colab.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells), "clear the outputs"
+    out = run("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
+    for part in ("tok/s", "replaced  generate", "The dragon was hungry.", "True False", "our engine alone", "hf-sdpa"):
+        assert part in out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_scripts(path: Path, tmp_path: Path) -> None:
+    out = run(path.read_text(encoding="utf-8"), tmp_path)
+    assert "replaced  generate" in out
+    assert "1 × original method: num_beams" in out
