@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS
+from warpline.engine.cpu_prompts import CpuPrompts
+from warpline.engine.executor import Executor
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
-from warpline.engine.torch_exec import TorchExecutor
 from warpline.errors import DeviceError
 from warpline.kernels.cpu import arithmetic
 from warpline.kernels.cpu.decode import MATRICES, VECTORS, decode
+from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
 #: How elements are seen by compiled code: half precision goes by its bits.
@@ -65,7 +67,7 @@ class Team:
             work.put(None)
 
 
-class CpuExecutor(TorchExecutor):
+class CpuExecutor(Executor):
     """One call for many tokens."""
 
     name = "cpu"
@@ -78,21 +80,29 @@ class CpuExecutor(TorchExecutor):
         config, t = weights.config, weights.tensors
         self._team = Team(threads or torch.get_num_threads())
         self._gate, self._turn = np.zeros(1, np.int64), 1
-        head = t.get("lm_head.weight", t["wte.weight"])
-        matrices = [t[f"h.{i}.{name}.weight"] for i in range(config.n_layer) for name in MATRICES]
-        self._held = [_seen(tensor) for tensor in (*matrices, t["wte.weight"], head)]
+        names = [f"h.{i}.{name}.weight" for i in range(config.n_layer) for name in MATRICES]
+        names += ["wte.weight", "lm_head.weight" if "lm_head.weight" in t else "wte.weight"]
+        self._held = [_seen(t[name]) for name in names]
+        scales = [t[name + SCALE].data_ptr() if name + SCALE in t else 0 for name in names]
+        self._prompts = CpuPrompts(weights)
+        self._weights = weights  # whose memory the addresses are of
         self._kind = self._held[0].ravel()[:0]
         vectors = [torch.cat([t[f"h.{i}.{name}"].float() for name in VECTORS]) for i in range(config.n_layer)]
         end = torch.zeros_like(vectors[0])
         end[: 2 * config.n_embd] = torch.cat([t["ln_f.weight"], t["ln_f.bias"]]).float()
         self._model = (
             np.array([a.ctypes.data for a in self._held], np.int64),
-            np.zeros(len(self._held), np.int64),
+            np.array(scales, np.int64),
             self._kind,
             torch.stack([*vectors, end]).numpy(),
             t["wpe.weight"].float().contiguous().numpy(),
         )
         self._scales = np.array([config.attention_scale(i) for i in range(config.n_layer)], np.float32)
+
+    def _prefill(self, state: State) -> None:
+        """All but the last token of each prompt together, the last as a step."""
+        self._prompts.run(state)
+        self._decode(state, 1)
 
     def _decode(self, state: State, n: int) -> None:
         """In one call, unless the logarithms of probabilities are asked for."""
@@ -103,10 +113,6 @@ class CpuExecutor(TorchExecutor):
             logits = self._call(state, 1, chooses=False)
             with torch.inference_mode():
                 advance(state, logits)
-
-    def observe(self, state: State) -> dict[str, Tensor]:
-        """Not what it computes but what torch does: nothing of a step is left afterwards."""
-        raise NotImplementedError
 
     def _call(self, state: State, n: int, *, chooses: bool) -> Tensor:
         config, batch = self.config, state.batch
@@ -131,7 +137,18 @@ class CpuExecutor(TorchExecutor):
         epsilon, turn = np.float32(config.layer_norm_epsilon), self._turn
         self._turn = self._team.run(
             lambda me: decode(
-                me, self._team.size, self._gate, turn, n, sizes, epsilon, self._scales, *self._model, *cache, *fields, *rooms.all
+                me,
+                self._team.size,
+                self._gate,
+                turn,
+                n,
+                sizes,
+                epsilon,
+                self._scales,
+                *self._model,
+                *cache,
+                *fields,
+                *rooms.all,
             )
         )
         return torch.from_numpy(rooms.logits)

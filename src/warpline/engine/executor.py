@@ -20,6 +20,7 @@ from warpline.model.weights import TORCH_DTYPES, Weights
 EXECUTORS = {
     "auto": "warpline.engine.auto_exec:AutoExecutor",
     "torch": "warpline.engine.torch_exec:TorchExecutor",
+    "cpu": "warpline.engine.cpu_exec:CpuExecutor",
     "kernels": "warpline.engine.kernels_exec:KernelsExecutor",
     "graph": "warpline.engine.graph_exec:GraphExecutor",
     "persistent": "warpline.engine.persistent_exec:PersistentExecutor",
@@ -47,7 +48,8 @@ class Executor(ABC):
 
     def allocate(self, rows: int, capacity: int) -> State:
         """Buffers for a batch."""
-        return State(self.config, rows, capacity, device=self.device, dtype=TORCH_DTYPES[self.dtype])
+        kind = torch.float16 if self.dtype == "int8" else TORCH_DTYPES[self.dtype]
+        return State(self.config, rows, capacity, device=self.device, dtype=kind)
 
     def prefill(self, state: State) -> None:
         """Run the prompts that `state.begin` took in, and append each row's first token."""
@@ -82,10 +84,12 @@ class Executor(ABC):
 
 
 def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
-    """Resolve "auto" where nothing is left to choose: where only torch runs."""
+    """Resolve "auto" where nothing is left to choose: on a CPU, and where only torch runs."""
     if name != "auto":
         return name
-    reason = "there is no GPU" if device.type != "cuda" else _reason_for_torch(device, config, dtype)
+    if device.type == "cpu":
+        return "cpu"
+    reason = _reason_for_torch(device, config, dtype)
     if reason is None:
         return name
     logger.info("executor auto → torch: %s", reason)

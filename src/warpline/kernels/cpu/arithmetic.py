@@ -7,13 +7,13 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from warpline.kernels.cpu.intrinsics import as_bits, as_float, load, pointer
+from warpline.kernels.cpu.intrinsics import Number, as_bits, as_float, load, pointer
 
 _ONE = np.float32(1)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def exp(x: float) -> float:
+@njit(inline="always")
+def exp(x: Number) -> Number:
     """e to the x, to a relative error of 2e-7; very small ones are 2^-126."""
     t = min(max(np.float32(x) * np.float32(1.4426950408889634), np.float32(-126)), np.float32(126))
     whole = np.int32(math.floor(t + np.float32(0.5)))
@@ -27,8 +27,8 @@ def exp(x: float) -> float:
     return (p * r + _ONE) * as_float((whole + np.int32(127)) << np.int32(23))
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def log(x: float) -> float:
+@njit(inline="always")
+def log(x: Number) -> Number:
     """The natural logarithm of a normal positive number, to a few units in the last place."""
     bits = as_bits(np.float32(x))
     # A mantissa between sqrt(1/2) and sqrt(2) keeps the polynomial short.
@@ -48,8 +48,8 @@ def log(x: float) -> float:
     return f + (p * f * square - np.float32(0.5) * square) + np.float32(exponent) * np.float32(0.6931471805599453)
 
 
-@njit(cache=True, fastmath=True)  # type: ignore[untyped-decorator]
-def dot(row: np.ndarray, x: np.ndarray, count: int) -> float:
+@njit(cache=True, fastmath=True)
+def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
     """The product of a stored row and a vector."""
     total = np.float32(0)
     for i in range(count):
@@ -57,8 +57,8 @@ def dot(row: np.ndarray, x: np.ndarray, count: int) -> float:
     return total
 
 
-@njit(cache=True, fastmath=True)  # type: ignore[untyped-decorator]
-def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float, y: np.ndarray) -> None:
+@njit(cache=True, fastmath=True)
+def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Number, y: np.ndarray) -> None:
     """LayerNorm of a row."""
     count = len(x)
     total = np.float32(0)
@@ -77,13 +77,13 @@ def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: floa
 STORED, ADDED, GELU_TANH, GELU, RELU, SILU, TANH = range(7)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _sigmoid(x: float) -> float:
+@njit(inline="always")
+def _sigmoid(x: Number) -> Number:
     return _ONE / (_ONE + exp(-x))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def activated(x: float, form: int) -> float:
+@njit(cache=True)
+def activated(x: Number, form: int) -> Number:
     """One of the activations."""
     if form == GELU_TANH:  # x (1 + tanh u) / 2 is x sigmoid(2u)
         return x * _sigmoid(np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x))
@@ -96,7 +96,7 @@ def activated(x: float, form: int) -> float:
     return np.float32(2) * _sigmoid(np.float32(2) * x) - _ONE
 
 
-@njit(cache=True, fastmath=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, fastmath=True)
 def multiply(
     matrix: int,
     scales: int,
@@ -111,8 +111,8 @@ def multiply(
     row: np.ndarray,
 ) -> None:
     """Outputs `first` to `last` of a product: y = x matrix^T * scale + bias, for every row of x. `matrix` and `scales`
-    are addresses of what `kind` and `single` are arrays of; without scales that is 0. For several rows of x a row of the
-    matrix is converted once, into `row`."""
+    are addresses of what `kind` and `single` are arrays of; without scales that is 0. For several rows of x a row of
+    the matrix is converted once, into `row`."""
     rows, inputs = x.shape
     stored = carray(pointer(matrix, kind), (last * inputs,))
     for output in range(first, last):

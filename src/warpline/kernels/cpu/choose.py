@@ -13,12 +13,13 @@ import numpy as np
 from numba import njit
 
 from warpline.kernels.cpu.arithmetic import exp, log
+from warpline.kernels.cpu.intrinsics import Number
 
 _LOWEST = np.float32(-np.inf)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _gumbel(key: int, token: int) -> float:
+@njit(inline="always")
+def _gumbel(key: int, token: int) -> Number:
     """The noise of kernels/noise.py."""
     # Compiled code computes in 64 bits unless it is told to forget the upper half.
     bits = np.uint32(np.uint32(key) + np.uint32(token))
@@ -32,7 +33,7 @@ def _gumbel(key: int, token: int) -> float:
     return -log(exponential)
 
 
-@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})  # type: ignore[untyped-decorator]
+@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
 def _largest(scores: np.ndarray) -> int:
     """Where it is, and of equals the first."""
     top = scores[0]
@@ -44,8 +45,8 @@ def _largest(scores: np.ndarray) -> int:
     return 0
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _least_of(scores: np.ndarray, largest: float, k: int) -> float:
+@njit(cache=True)
+def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
     """A value that k scores exceed, or if several are equal there, no more than must: found by halving."""
     low, high = np.float32(largest - 1), np.float32(largest)
     while _above(scores, low) < k and low > largest - 1e9:
@@ -63,16 +64,16 @@ def _least_of(scores: np.ndarray, largest: float, k: int) -> float:
             low = middle
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _above(scores: np.ndarray, bar: float) -> int:
+@njit(cache=True)
+def _above(scores: np.ndarray, bar: Number) -> Number:
     count = np.int32(0)
     for i in range(len(scores)):
         count += np.int32(scores[i] > bar)
     return count
 
 
-@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})  # type: ignore[untyped-decorator]
-def _mass_above(scores: np.ndarray, bar: float, largest: float) -> float:
+@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     total = np.float32(0)
     for i in range(len(scores)):
         weight = exp(scores[i] - largest)
@@ -80,18 +81,18 @@ def _mass_above(scores: np.ndarray, bar: float, largest: float) -> float:
     return total
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def choose(
     scores: np.ndarray,
     noisy: np.ndarray,
     past: np.ndarray,
     seen: np.ndarray,
     banned: int,
-    temperature: float,
+    temperature: Number,
     top_k: int,
-    top_p: float,
-    min_p: float,
-    penalty: float,
+    top_p: Number,
+    min_p: Number,
+    penalty: Number,
     key: int,
 ) -> int:
     """The token. `scores` are the logits, which are changed; `noisy` is as long, `seen` too, and zero."""

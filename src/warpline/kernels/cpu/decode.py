@@ -11,7 +11,7 @@ from numba import carray, njit
 
 from warpline.kernels.cpu.arithmetic import ADDED, STORED, dot, exp, multiply, normalise
 from warpline.kernels.cpu.choose import choose
-from warpline.kernels.cpu.intrinsics import load, meet, pointer, store
+from warpline.kernels.cpu.intrinsics import Number, load, meet, pointer, store
 
 #: The numbers that a call is given, in order.
 SIZES = (
@@ -26,9 +26,16 @@ VECTORS = (
 )  # fmt: skip
 
 
-@njit(cache=True, fastmath=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, fastmath=True)
 def attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, last: int, scale: float, scores: np.ndarray, y: np.ndarray
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    first: int,
+    last: int,
+    scale: Number,
+    scores: np.ndarray,
+    y: np.ndarray,
 ) -> None:
     """One head of one sequence: its query over the slots from `first` to `last`."""
     depth = len(q)
@@ -48,7 +55,7 @@ def attend(
             y[d] += weight * load(row[d])
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def append(
     row: int, chosen: int, finite: bool, tokens: np.ndarray, length: np.ndarray, known: np.ndarray, limit: np.ndarray,
     stops: np.ndarray, done: np.ndarray, broken: np.ndarray, eos: int,
@@ -64,10 +71,10 @@ def append(
         done[row] = True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def decode(
     me: int, team: int, gate: np.ndarray, turn: int, steps: int,
-    sizes: np.ndarray, epsilon: float, scales_of_layers: np.ndarray,
+    sizes: np.ndarray, epsilon: Number, scales_of_layers: np.ndarray,
     matrices: np.ndarray, scales: np.ndarray, kind: np.ndarray, vectors: np.ndarray, places: np.ndarray,
     k: np.ndarray, v: np.ndarray,
     tokens: np.ndarray, length: np.ndarray, known: np.ndarray, limit: np.ndarray, least: np.ndarray,
@@ -152,9 +159,10 @@ def decode(
             finite = True
             for i in range(vocab):
                 finite &= np.isfinite(logits[b, i])
-            early = stops[b] and length[b] < least[b]
-            token = choose(logits[b], noisy[b], tokens[b, : length[b]], seen[b], eos if early else -1, temperature[b], top_k[b],
-                           top_p[b], min_p[b], penalty[b], noise[b, min(length[b], noise.shape[1] - 1)])  # fmt: skip
+            banned = eos if stops[b] and length[b] < least[b] else -1
+            key = noise[b, min(length[b], noise.shape[1] - 1)]
+            token = choose(logits[b], noisy[b], tokens[b, : length[b]], seen[b], banned,
+                           temperature[b], top_k[b], top_p[b], min_p[b], penalty[b], key)  # fmt: skip
             append(b, token, finite, tokens, length, known, limit, stops, done, broken, eos)
         turn = meet(gate, turn, team)
     return turn

@@ -14,11 +14,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 _INT32, _INT64, _FLOAT, _HALF = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+#: float32, in compiled code.
+Number = Any
 #: Times that a thread looks before it lets others run.
 PATIENCE = 4000
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pointer(_context: Any, address: Any, kind: Any) -> Any:
     """Memory at an address (int64) as elements of the type of the array `kind`."""
     result = types.CPointer(kind.dtype)
@@ -29,7 +31,7 @@ def pointer(_context: Any, address: Any, kind: Any) -> Any:
     return result(address, kind), make
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _arrive(_context: Any, gate: Any) -> Any:
     def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -38,7 +40,7 @@ def _arrive(_context: Any, gate: Any) -> Any:
     return types.int64(gate), make
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _arrived(_context: Any, gate: Any) -> Any:
     def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -47,7 +49,7 @@ def _arrived(_context: Any, gate: Any) -> Any:
     return types.int64(gate), make
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _give_way(_context: Any) -> Any:
     def make(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield")
@@ -56,7 +58,7 @@ def _give_way(_context: Any) -> Any:
     return types.int32(), make
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def meet(gate: np.ndarray, turn: int, team: int) -> int:
     """Wait until all threads of the team are here for the `turn`-th time; `gate` counts arrivals. The next turn."""
     _arrive(gate)
@@ -68,7 +70,7 @@ def meet(gate: np.ndarray, turn: int, team: int) -> int:
     return turn + 1
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def as_float(_context: Any, _bits: Any) -> Any:
     """The float whose bits these are."""
 
@@ -78,7 +80,7 @@ def as_float(_context: Any, _bits: Any) -> Any:
     return types.float32(types.int32), make
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def as_bits(_context: Any, _number: Any) -> Any:
     """The bits of a float."""
 
@@ -88,7 +90,7 @@ def as_bits(_context: Any, _number: Any) -> Any:
     return types.int32(types.float32), make
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _from_half(_context: Any, _bits: Any) -> Any:
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], _HALF), _FLOAT)
@@ -96,7 +98,7 @@ def _from_half(_context: Any, _bits: Any) -> Any:
     return types.float32(types.int16), make
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _to_half(_context: Any, _number: Any) -> Any:
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], _HALF), ir.IntType(16))
@@ -110,7 +112,7 @@ def load(x: Any) -> Any:
     raise NotImplementedError  # compiled code only
 
 
-@overload(load, inline="always", strict=False)  # type: ignore[untyped-decorator]
+@overload(load, inline="always", strict=False)
 def _load(x: Any) -> Any:
     if x == types.float32:
         return lambda x: x
@@ -126,7 +128,7 @@ def store(at: Any, i: Any, x: Any) -> Any:
     raise NotImplementedError  # compiled code only
 
 
-@overload(store, inline="always", strict=False)  # type: ignore[untyped-decorator]
+@overload(store, inline="always", strict=False)
 def _store(at: Any, i: Any, x: Any) -> Any:
     if at.dtype == types.float32:
 

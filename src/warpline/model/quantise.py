@@ -1,0 +1,23 @@
+"""int8 weights: of every row of a matrix the codes and one scale, so that row = codes * scale.
+
+A row is an output of a product, so its scale is one multiplication behind the sum, wherever the sum is computed.
+Matrices are held as [out, in] like all others; whoever reads them finds the scales under the matrix's name and SCALE.
+Vectors and the position embedding stay in float32: they are a thousandth of the bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Behind the name of a matrix whose codes are stored.
+SCALE = ".scale"
+_LARGEST = 127
+
+
+def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes (int8) and the scale of each row (float32); the largest of a row is exact."""
+    values = matrix.float()
+    scale = values.abs().amax(dim=1) / _LARGEST
+    codes = (values / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    return codes.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scale
