@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import SMALL
+from tests.model.test_stories import held_out
+from warpline import LLM
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
 from warpline.engine.cpu_exec import CpuExecutor, Team
@@ -126,6 +128,13 @@ def test_int8_follows_its_own_weights_exactly() -> None:
     asked = requests(small, [12, 5], 25)
     expected = run(create("torch", replace(small, tensors=plain), CPU, "fp32"), asked)
     assert run(CpuExecutor(small, CPU, "int8"), asked) == expected
+
+
+def test_int8_predicts_as_well_as_fp32() -> None:
+    """From a file, whose matrices lie the other way round."""
+    texts = held_out()[:8]
+    plain, small = (LLM(device="cpu", dtype=dtype, executor="cpu").score(texts) for dtype in ("fp32", "int8"))
+    assert small.perplexity == pytest.approx(plain.perplexity, rel=0.01)
 
 
 @given(st.integers(1, 9), st.integers(1, 70), st.floats(1e-6, 1e6))

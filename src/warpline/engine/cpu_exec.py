@@ -168,4 +168,6 @@ class _Rooms:
 
 
 def _seen(tensor: Tensor) -> np.ndarray:
+    """As compiled code reads it: elements one behind the other."""
+    assert tensor.is_contiguous()
     return tensor.view(_SEEN[tensor.dtype]).numpy()
