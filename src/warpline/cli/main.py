@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpline import __version__
-from warpline.cli import bench, diff, doctor, export, generate, kernels, ladder, models, tune
+from warpline.cli import bench, diff, doctor, evaluate, export, generate, kernels, ladder, models, tune
 from warpline.errors import WarplineError
 
 BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
@@ -32,6 +32,7 @@ app.add_typer(kernels.app, name="kernels")
 app.command("ladder")(ladder.ladder)
 app.command("tune")(tune.tune)
 app.command("diff")(diff.diff)
+app.command("eval")(evaluate.evaluate)
 app.command("doctor")(doctor.doctor)
 
 

@@ -114,6 +114,14 @@ class CpuExecutor(Executor):
             with torch.inference_mode():
                 advance(state, logits)
 
+    def observe(self, state: State) -> dict[str, Tensor]:
+        """The logits; nothing else of a step is left afterwards."""
+        logits = self._call(state, 1, chooses=False).clone()
+        with torch.inference_mode():
+            advance(state, logits)
+        state.longest = min(state.longest + 1, state.capacity)
+        return {"logits": logits}
+
     def _call(self, state: State, n: int, *, chooses: bool) -> Tensor:
         config, batch = self.config, state.batch
         if (key := (self, "rooms", batch)) not in state.kept:

@@ -121,6 +121,8 @@ def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> 
 
 def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
     """Make the executor called `name`."""
+    if dtype == "int8" and name != "cpu":
+        raise ConfigError(f"the {name} executor has no int8: use --executor cpu on a CPU, or another dtype")
     module, _, attribute = EXECUTORS[name].partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
     return kind(weights, device, dtype)

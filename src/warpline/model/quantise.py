@@ -7,8 +7,16 @@ Vectors and the position embedding stay in float32: they are a thousandth of the
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from warpline.model.parameters import is_quantised
+
+if TYPE_CHECKING:
+    from warpline.model.weights import Weights
 
 #: Behind the name of a matrix whose codes are stored.
 SCALE = ".scale"
@@ -21,3 +29,19 @@ def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scale = values.abs().amax(dim=1) / _LARGEST
     codes = (values / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
     return codes.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scale
+
+
+def place(tensors: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """A parameter among int8 weights: codes and scales, or float32."""
+    if is_quantised(name):
+        tensors[name], tensors[name + SCALE] = quantise(value)
+    else:
+        tensors[name] = torch.empty(value.shape).copy_(value)
+
+
+def quantised(weights: Weights) -> Weights:
+    """The same model in int8."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in weights.tensors.items():
+        place(tensors, name, value)
+    return replace(weights, tensors=tensors)

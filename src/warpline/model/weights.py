@@ -23,8 +23,7 @@ from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
-from warpline.model.parameters import is_quantised
-from warpline.model.quantise import SCALE, quantise
+from warpline.model.quantise import place
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
@@ -283,11 +282,8 @@ def _place(tensors: dict[str, Tensor], name: str, value: Tensor, device: torch.d
     """One fresh, contiguous tensor, whatever the layout, dtype or mapping was; of a matrix in int8 codes and scales."""
     if dtype != torch.int8:
         tensors[name] = torch.empty(value.shape, device=device, dtype=dtype).copy_(value)
-    elif is_quantised(name):
-        codes, scale = quantise(value)
-        tensors[name], tensors[name + SCALE] = codes.to(device), scale.to(device)
     else:
-        tensors[name] = torch.empty(value.shape, device=device).copy_(value)
+        place(tensors, name, value)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
