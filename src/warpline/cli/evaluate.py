@@ -15,7 +15,7 @@ from warpline.model.builtin import DEFAULT
 
 #: What is read where no text is given.
 _TEXT = (
-    "Once upon a time there was a little fox who lived at the edge of a quiet forest. Every morning she went down to the "
+    "Once upon a time there was a little fox who lived at the edge of a quiet forest. Every morning she went to the "
     "river to drink, and every morning the old heron asked her the same question. One day she did not know the answer."
 )
 

@@ -48,7 +48,7 @@ def log(x: Number) -> Number:
     return f + (p * f * square - np.float32(0.5) * square) + np.float32(exponent) * np.float32(0.6931471805599453)
 
 
-@njit(cache=True, fastmath=True)
+@njit(cache=True, fastmath=True, error_model="numpy")
 def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
     """The product of a stored row and a vector."""
     total = np.float32(0)
@@ -57,7 +57,7 @@ def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
     return total
 
 
-@njit(cache=True, fastmath=True)
+@njit(cache=True, fastmath=True, error_model="numpy")
 def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Number, y: np.ndarray) -> None:
     """LayerNorm of a row."""
     count = len(x)
@@ -82,7 +82,7 @@ def _sigmoid(x: Number) -> Number:
     return _ONE / (_ONE + exp(-x))
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def activated(x: Number, form: int) -> Number:
     """One of the activations."""
     if form == GELU_TANH:  # x (1 + tanh u) / 2 is x sigmoid(2u)
@@ -96,7 +96,7 @@ def activated(x: Number, form: int) -> Number:
     return np.float32(2) * _sigmoid(np.float32(2) * x) - _ONE
 
 
-@njit(cache=True, fastmath=True)
+@njit(cache=True, fastmath=True, error_model="numpy")
 def multiply(
     matrix: int,
     scales: int,

@@ -45,7 +45,7 @@ def _largest(scores: np.ndarray) -> int:
     return 0
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
     """A value that k scores exceed, or if several are equal there, no more than must: found by halving."""
     low, high = np.float32(largest - 1), np.float32(largest)
@@ -64,7 +64,7 @@ def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
             low = middle
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _above(scores: np.ndarray, bar: Number) -> Number:
     count = np.int32(0)
     for i in range(len(scores)):
@@ -81,7 +81,7 @@ def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     return total
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def choose(
     scores: np.ndarray,
     noisy: np.ndarray,

@@ -26,7 +26,7 @@ VECTORS = (
 )  # fmt: skip
 
 
-@njit(cache=True, fastmath=True)
+@njit(cache=True, fastmath=True, error_model="numpy")
 def attend(
     q: np.ndarray,
     keys: np.ndarray,
@@ -55,7 +55,7 @@ def attend(
             y[d] += weight * load(row[d])
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def append(
     row: int, chosen: int, finite: bool, tokens: np.ndarray, length: np.ndarray, known: np.ndarray, limit: np.ndarray,
     stops: np.ndarray, done: np.ndarray, broken: np.ndarray, eos: int,
@@ -71,7 +71,7 @@ def append(
         done[row] = True
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def decode(
     me: int, team: int, gate: np.ndarray, turn: int, steps: int,
     sizes: np.ndarray, epsilon: Number, scales_of_layers: np.ndarray,

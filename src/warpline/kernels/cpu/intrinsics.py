@@ -58,7 +58,7 @@ def _give_way(_context: Any) -> Any:
     return types.int32(), make
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def meet(gate: np.ndarray, turn: int, team: int) -> int:
     """Wait until all threads of the team are here for the `turn`-th time; `gate` counts arrivals. The next turn."""
     _arrive(gate)
