@@ -12,6 +12,9 @@ from warpline.errors import ConfigError, ModelError, one_of
 
 #: Storage types and their bytes per element.
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+#: How weights may be stored, and what an element of the KV cache then takes: int8 has codes, and a scale for each row.
+WEIGHT_BYTES = {**DTYPE_BYTES, "int8": 1}
+KV_BYTES = {**DTYPE_BYTES, "int8": 2}
 #: Half a unit in the last place of each.
 ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")
@@ -249,6 +252,6 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
             one_of(self.device, (*DEVICES, "cuda:0"), "device")
-        one_of(self.dtype, ("auto", *DTYPE_BYTES), "dtype")
+        one_of(self.dtype, ("auto", *WEIGHT_BYTES), "dtype")
         _require_window(self.window)
         _require(_is_int(self.max_batch) and self.max_batch > 0, f"max_batch must be at least 1, not {self.max_batch}")

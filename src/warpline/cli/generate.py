@@ -43,7 +43,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; can be repeated.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of completions.")] = _SAMPLING.n,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16 or bf16.")] = _ENGINE.dtype,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
     executor: Annotated[
         str, typer.Option(help="auto, torch, and on a GPU persistent, graph or kernels.")
     ] = _ENGINE.executor,

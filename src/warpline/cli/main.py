@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpline import __version__
-from warpline.cli import bench, diff, doctor, export, generate, hf, kernels, ladder, models, profile, tune
+from warpline.cli import bench, diff, doctor, evaluate, export, generate, hf, kernels, ladder, models, profile, tune
 from warpline.errors import WarplineError
 
 BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
@@ -34,6 +34,7 @@ app.command("tune")(tune.tune)
 app.command("profile")(profile.profile)
 app.command("hf")(hf.hf)
 app.command("diff")(diff.diff)
+app.command("eval")(evaluate.evaluate)
 app.command("doctor")(doctor.doctor)
 
 

@@ -20,6 +20,7 @@ from warpline.model.weights import TORCH_DTYPES, Weights
 EXECUTORS = {
     "auto": "warpline.engine.auto_exec:AutoExecutor",
     "torch": "warpline.engine.torch_exec:TorchExecutor",
+    "cpu": "warpline.engine.cpu_exec:CpuExecutor",
     "kernels": "warpline.engine.kernels_exec:KernelsExecutor",
     "graph": "warpline.engine.graph_exec:GraphExecutor",
     "persistent": "warpline.engine.persistent_exec:PersistentExecutor",
@@ -47,7 +48,8 @@ class Executor(ABC):
 
     def allocate(self, rows: int, capacity: int) -> State:
         """Buffers for a batch."""
-        return State(self.config, rows, capacity, device=self.device, dtype=TORCH_DTYPES[self.dtype])
+        kind = torch.float16 if self.dtype == "int8" else TORCH_DTYPES[self.dtype]
+        return State(self.config, rows, capacity, device=self.device, dtype=kind)
 
     def prefill(self, state: State) -> None:
         """Run the prompts that `state.begin` took in, and append each row's first token."""
@@ -82,9 +84,11 @@ class Executor(ABC):
 
 
 def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
-    """Resolve "auto" where nothing is left to choose: where only torch runs."""
+    """Resolve "auto" where nothing is left to choose: int8 has one executor, and elsewhere only torch may run."""
     if name != "auto":
         return name
+    if dtype == "int8":
+        return "cpu"
     reason = "there is no GPU" if device.type != "cuda" else _reason_for_torch(device, config, dtype)
     if reason is None:
         return name
@@ -117,6 +121,8 @@ def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> 
 
 def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
     """Make the executor called `name`."""
+    if dtype == "int8" and name != "cpu":
+        raise ConfigError(f"the {name} executor has no int8: use --executor cpu on a CPU, or another dtype")
     module, _, attribute = EXECUTORS[name].partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
     return kind(weights, device, dtype)

@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warpline.config import DTYPE_BYTES, ModelConfig
+from warpline.config import DTYPE_BYTES, KV_BYTES, WEIGHT_BYTES, ModelConfig
 from warpline.model import parameters as p
+from warpline.model.parameters import is_quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +89,19 @@ def total_flops(work: Workload) -> int:
 
 def kv_bytes_per_position(config: ModelConfig, dtype: str) -> int:
     """Bytes one position of one sequence takes in the KV cache."""
-    return 2 * config.n_layer * config.n_embd * DTYPE_BYTES[dtype]
+    return 2 * config.n_layer * config.n_embd * KV_BYTES[dtype]
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all parameters."""
-    return p.count(config) * DTYPE_BYTES[dtype]
+    return sum(_stored(name, shape, dtype) for name, shape in p.shapes(config).items())
+
+
+def _stored(name: str, shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a parameter: in int8 of a matrix its codes and a scale for each row, of anything else float32."""
+    if dtype != "int8":
+        return math.prod(shape) * WEIGHT_BYTES[dtype]
+    return math.prod(shape) + 4 * shape[0] if is_quantised(name) else 4 * math.prod(shape)
 
 
 def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], steps: int) -> int:
@@ -108,7 +116,8 @@ def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], ste
 
 
 def _cost(step: p.Step, work: Workload) -> StepCost:
-    config, size = work.config, DTYPE_BYTES[work.dtype]
+    config = work.config
+    size = DTYPE_BYTES.get(work.dtype, 4)  # of an activation: int8 has them in float32
     layers = config.n_layer if step.scope != "model" else 1
     c, inner, heads = config.n_embd, config.inner, config.n_head
     rows = work.batch * work.new
@@ -146,21 +155,21 @@ def _cost(step: p.Step, work: Workload) -> StepCost:
     return StepCost(
         step=step,
         calls=layers,
-        weight_bytes=layers * _weight_elements(step, work) * size,
-        kv_bytes=layers * _kv_elements(step, work) * size,
+        weight_bytes=layers * _weight_bytes(step, work),
+        kv_bytes=layers * _kv_elements(step, work) * KV_BYTES[work.dtype],
         activation_bytes=layers * elements * size,
         flops=layers * flops,
     )
 
 
-def _weight_elements(step: p.Step, work: Workload) -> int:
+def _weight_bytes(step: p.Step, work: Workload) -> int:
     config = work.config
     if step is p.EMBEDDING or step is p.POSITION:  # one row of the table per token
-        return work.batch * work.new * config.n_embd
+        return work.batch * work.new * _stored(step.parameters[0], (1, config.n_embd), work.dtype)
     if step is p.LM_HEAD:  # wte again where the head is tied
-        return config.vocab_size * config.n_embd
+        return _stored("lm_head.weight", (config.vocab_size, config.n_embd), work.dtype)
     shapes = p.block_shapes(config) if step.scope != "model" else p.shapes(config)
-    return sum(math.prod(shapes[name]) for name in step.parameters)
+    return sum(_stored(name, shapes[name], work.dtype) for name in step.parameters)
 
 
 def _kv_elements(step: p.Step, work: Workload) -> int:

@@ -15,6 +15,11 @@ from warpline.config import ModelConfig
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
+def is_quantised(name: str) -> bool:
+    """Whether int8 weights have this parameter as codes."""
+    return name.endswith((*CONV1D, "wte.weight", "lm_head.weight"))
+
+
 def block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Parameters of one block, without the "h.0." in front."""
     c, inner = config.n_embd, config.inner

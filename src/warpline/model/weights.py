@@ -23,10 +23,11 @@ from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
+from warpline.model.quantise import place
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
-TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 _NOT_PARAMETERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
@@ -157,7 +158,7 @@ def random_tensors(
             value = torch.empty(shape).normal_(0, std, generator=generator)
             if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
                 value += 1
-            tensors[name] = value.to(device=device, dtype=dtype)
+            _place(tensors, name, value, device, dtype)
             advance(value.numel())
     return tensors
 
@@ -268,15 +269,21 @@ def _collect(
             elif not stored.is_floating_point():
                 problems.append(f"{stored_name} is {stored.dtype}, not floating point")
             else:
-                # One fresh, contiguous tensor, whatever the file's layout, dtype or mapping was.
-                value = stored.t() if transposed else stored
-                tensors[name] = torch.empty(shapes[name], device=device, dtype=dtype).copy_(value)
+                _place(tensors, name, stored.t() if transposed else stored, device, dtype)
             advance(stored.numel())
     problems += [f"missing tensor {name}" for name in shapes if name not in seen]
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ModelError(f"{where} does not fit its config.json: {'; '.join(problems[:5])}{more}")
     return tensors
+
+
+def _place(tensors: dict[str, Tensor], name: str, value: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    """One fresh, contiguous tensor, whatever the layout, dtype or mapping was; of a matrix in int8 codes and scales."""
+    if dtype != torch.int8:
+        tensors[name] = torch.empty(value.shape, device=device, dtype=dtype).copy_(value)
+    else:
+        place(tensors, name, value)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

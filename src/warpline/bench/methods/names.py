@@ -8,6 +8,8 @@ METHODS = {
     "naive-compile": "ours:NaiveCompiled",
     "torch": "ours:OnTorch",
     "torch-compile": "ours:OnTorchCompiled",
+    "cpu": "ours:OnCpu",
+    "cpu-int8": "ours:OnCpuInt8",
     "kernels": "ours:OnKernels",
     "graph": "ours:OnGraph",
     "persistent": "ours:OnPersistent",
@@ -23,4 +25,4 @@ METHODS = {
 }
 
 #: Those that are ours to be proud of, or not.
-OURS = ("torch", "torch-compile", "kernels", "graph", "persistent")
+OURS = ("torch", "torch-compile", "cpu", "cpu-int8", "kernels", "graph", "persistent")

@@ -15,6 +15,7 @@ from warpline.engine import executor as executors
 from warpline.engine.state import Request, State
 from warpline.engine.torch_exec import TorchExecutor
 from warpline.model.gpt2 import GPT2
+from warpline.model.quantise import quantised
 from warpline.model.weights import Weights
 
 
@@ -98,6 +99,25 @@ class OnTorchCompiled(OnTorch):
         super().__init__(weights, case, device)
         assert isinstance(self._executor, TorchExecutor)
         self._executor.model = torch.compile(self._executor.model, dynamic=True)  # type: ignore[assignment]
+
+
+class OnCpu(_OnExecutor):
+    """The cpu executor: a team of threads decodes many tokens in one call."""
+
+    title = "warpline cpu executor"
+    executor = "cpu"
+    devices = ("cpu",)
+    startup_seconds = 3.0
+
+
+class OnCpuInt8(OnCpu):
+    """The same with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
+
+    title = "warpline cpu executor, int8 weights"
+    exact = False
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(quantised(weights), replace(case, dtype="int8"), device)
 
 
 class OnKernels(_OnExecutor):

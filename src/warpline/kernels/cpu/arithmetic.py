@@ -1,0 +1,132 @@
+"""Sums, products and a few functions, written so that the compiler makes vectors of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from warpline.kernels.cpu.intrinsics import Number, as_bits, as_float, load, pointer
+
+_ONE = np.float32(1)
+
+
+@njit(inline="always")
+def exp(x: Number) -> Number:
+    """e to the x, to a relative error of 2e-7; very small ones are 2^-126."""
+    t = min(max(np.float32(x) * np.float32(1.4426950408889634), np.float32(-126)), np.float32(126))
+    whole = np.int32(math.floor(t + np.float32(0.5)))
+    r = t - np.float32(whole)
+    p = np.float32(1.5403530e-4)
+    p = p * r + np.float32(1.3333558e-3)
+    p = p * r + np.float32(9.6181291e-3)
+    p = p * r + np.float32(5.5504109e-2)
+    p = p * r + np.float32(2.4022651e-1)
+    p = p * r + np.float32(6.9314718e-1)
+    return (p * r + _ONE) * as_float((whole + np.int32(127)) << np.int32(23))
+
+
+@njit(inline="always")
+def log(x: Number) -> Number:
+    """The natural logarithm of a normal positive number, to a few units in the last place."""
+    bits = as_bits(np.float32(x))
+    # A mantissa between sqrt(1/2) and sqrt(2) keeps the polynomial short.
+    shifted = bits - np.int32(0x3F3504F3)
+    exponent = shifted >> np.int32(23)
+    f = as_float((shifted & np.int32(0x7FFFFF)) + np.int32(0x3F3504F3)) - _ONE
+    p = np.float32(7.0376836292e-2)
+    p = p * f - np.float32(1.1514610310e-1)
+    p = p * f + np.float32(1.1676998740e-1)
+    p = p * f - np.float32(1.2420140846e-1)
+    p = p * f + np.float32(1.4249322787e-1)
+    p = p * f - np.float32(1.6668057665e-1)
+    p = p * f + np.float32(2.0000714765e-1)
+    p = p * f - np.float32(2.4999993993e-1)
+    p = p * f + np.float32(3.3333331174e-1)
+    square = f * f
+    return f + (p * f * square - np.float32(0.5) * square) + np.float32(exponent) * np.float32(0.6931471805599453)
+
+
+@njit(cache=True, fastmath=True, error_model="numpy")
+def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
+    """The product of a stored row and a vector."""
+    total = np.float32(0)
+    for i in range(count):
+        total += load(row[i]) * x[i]
+    return total
+
+
+@njit(cache=True, fastmath=True, error_model="numpy")
+def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Number, y: np.ndarray) -> None:
+    """LayerNorm of a row."""
+    count = len(x)
+    total = np.float32(0)
+    for i in range(count):
+        total += x[i]
+    mean = total / np.float32(count)
+    squares = np.float32(0)
+    for i in range(count):
+        squares += (x[i] - mean) * (x[i] - mean)
+    inverse = _ONE / np.float32(math.sqrt(squares / np.float32(count) + epsilon))
+    for i in range(count):
+        y[i] = (x[i] - mean) * inverse * weight[i] + bias[i]
+
+
+#: What becomes of a product: stored, through an activation, or added to what is there.
+STORED, ADDED, GELU_TANH, GELU, RELU, SILU, TANH = range(7)
+
+
+@njit(inline="always")
+def _sigmoid(x: Number) -> Number:
+    return _ONE / (_ONE + exp(-x))
+
+
+@njit(cache=True, error_model="numpy")
+def activated(x: Number, form: int) -> Number:
+    """One of the activations."""
+    if form == GELU_TANH:  # x (1 + tanh u) / 2 is x sigmoid(2u)
+        return x * _sigmoid(np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x))
+    if form == GELU:
+        return np.float32(0.5) * x * np.float32(1 + math.erf(x * 0.7071067811865476))
+    if form == RELU:
+        return max(x, np.float32(0))
+    if form == SILU:
+        return x * _sigmoid(x)
+    return np.float32(2) * _sigmoid(np.float32(2) * x) - _ONE
+
+
+@njit(cache=True, fastmath=True, error_model="numpy")
+def multiply(
+    matrix: int,
+    scales: int,
+    kind: np.ndarray,
+    single: np.ndarray,
+    bias: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray,
+    first: int,
+    last: int,
+    form: int,
+    row: np.ndarray,
+) -> None:
+    """Outputs `first` to `last` of a product: y = x matrix^T * scale + bias, for every row of x. `matrix` and `scales`
+    are addresses of what `kind` and `single` are arrays of; without scales that is 0. For several rows of x a row of
+    the matrix is converted once, into `row`."""
+    rows, inputs = x.shape
+    stored = carray(pointer(matrix, kind), (last * inputs,))
+    for output in range(first, last):
+        here = stored[output * inputs : output * inputs + inputs]
+        scale = _ONE if scales == 0 else carray(pointer(scales, single), (last,))[output]
+        if rows > 1:
+            for i in range(inputs):
+                row[i] = load(here[i])
+        for r in range(rows):
+            total = dot(here, x[r], inputs) if rows == 1 else dot(row, x[r], inputs)
+            value = total * scale + bias[output]
+            if form == ADDED:
+                y[r, output] += value
+            elif form == STORED:
+                y[r, output] = value
+            else:
+                y[r, output] = activated(value, form)

@@ -1,0 +1,130 @@
+"""From a row of logits to its next token, as `engine.sampling` has it in torch.
+
+Nothing is sorted. Top-k is a search for a value that just k scores exceed. For top-p a token is drawn as if there were
+no top-p; if too much lies above it, it and all below are out of the question and another is drawn from what is left,
+which ends where a draw from the filtered scores would.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from warpline.kernels.cpu.arithmetic import exp, log
+from warpline.kernels.cpu.intrinsics import Number
+
+_LOWEST = np.float32(-np.inf)
+
+
+@njit(inline="always")
+def _gumbel(key: int, token: int) -> Number:
+    """The noise of kernels/noise.py."""
+    # Compiled code computes in 64 bits unless it is told to forget the upper half.
+    bits = np.uint32(np.uint32(key) + np.uint32(token))
+    bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B))
+    bits = np.uint32(bits ^ (bits >> np.uint32(16)))
+    uniform = min((np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
+    rest = np.float32(1) - uniform
+    # log(1 - u) from the rounded 1 - u, corrected for that rounding: exact where u is small and noise is large.
+    exponential = uniform if rest == np.float32(1) else log(rest) * (uniform / (rest - np.float32(1)))
+    return -log(exponential)
+
+
+@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+def _largest(scores: np.ndarray) -> int:
+    """Where it is, and of equals the first."""
+    top = scores[0]
+    for i in range(len(scores)):
+        top = max(top, scores[i])
+    for i in range(len(scores)):
+        if scores[i] == top:
+            return i
+    return 0
+
+
+@njit(cache=True, error_model="numpy")
+def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
+    """A value that k scores exceed, or if several are equal there, no more than must: found by halving."""
+    low, high = np.float32(largest - 1), np.float32(largest)
+    while _above(scores, low) < k and low > largest - 1e9:
+        low = largest - 2 * (largest - low)
+    while True:
+        middle = np.float32((np.float64(low) + np.float64(high)) / 2)
+        if middle <= low or middle >= high:
+            return low
+        found = _above(scores, middle)
+        if found == k:
+            return middle
+        if found < k:
+            high = middle
+        else:
+            low = middle
+
+
+@njit(cache=True, error_model="numpy")
+def _above(scores: np.ndarray, bar: Number) -> Number:
+    count = np.int32(0)
+    for i in range(len(scores)):
+        count += np.int32(scores[i] > bar)
+    return count
+
+
+@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
+    total = np.float32(0)
+    for i in range(len(scores)):
+        weight = exp(scores[i] - largest)
+        total += weight if scores[i] > bar else np.float32(0)
+    return total
+
+
+@njit(cache=True, error_model="numpy")
+def choose(
+    scores: np.ndarray,
+    noisy: np.ndarray,
+    past: np.ndarray,
+    seen: np.ndarray,
+    banned: int,
+    temperature: Number,
+    top_k: int,
+    top_p: Number,
+    min_p: Number,
+    penalty: Number,
+    key: int,
+) -> int:
+    """The token. `scores` are the logits, which are changed; `noisy` is as long, `seen` too, and zero."""
+    if penalty != 1:
+        for token in past:
+            if seen[token] == 0:
+                seen[token] = 1
+                value = scores[token]
+                scores[token] = value / penalty if value > 0 else value * penalty
+        for token in past:
+            seen[token] = 0
+    if banned >= 0:
+        scores[banned] = _LOWEST
+    if temperature <= 0:
+        return _largest(scores)
+    coolness = np.float32(1) / temperature
+    for i in range(len(scores)):
+        scores[i] *= coolness
+    largest = scores[_largest(scores)]
+    bar = _LOWEST
+    if top_k < len(scores):
+        bar = _least_of(scores, largest, top_k)
+    total = _mass_above(scores, bar, largest) if top_p < 1 else np.float32(0)
+    if min_p > 0:
+        bar = max(bar, np.nextafter(np.float32(largest + np.float32(math.log(min_p))), _LOWEST))
+    for i in range(len(scores)):
+        noisy[i] = scores[i] + _gumbel(key, i)
+    while True:
+        for i in range(len(scores)):
+            if not scores[i] > bar:
+                noisy[i] = _LOWEST
+        drawn = _largest(noisy)
+        if top_p >= 1 or scores[drawn] >= largest or _mass_above(scores, scores[drawn], largest) < top_p * total:
+            return drawn
+        bar = scores[drawn]

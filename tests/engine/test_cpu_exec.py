@@ -1,0 +1,183 @@
+"""The cpu executor: torch's tokens in fp32 whatever the settings, and right ones from smaller weights."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import SMALL
+from tests.model.test_stories import held_out
+from warpline import LLM
+from warpline.bench.oracle import Oracle
+from warpline.config import SamplingParams as Params
+from warpline.engine.cpu_exec import CpuExecutor, Team
+from warpline.engine.executor import Executor, create
+from warpline.engine.state import Request
+from warpline.errors import DeviceError
+from warpline.model.quantise import SCALE, quantise
+from warpline.model.weights import Weights, load
+
+CPU = torch.device("cpu")
+GREEDY = Params(temperature=0, ignore_eos=True)
+
+
+def requests(weights: Weights, lengths: list[int], new: int, params: Params = GREEDY) -> list[Request]:
+    rng = random.Random(3)
+    vocab = weights.config.vocab_size
+    return [
+        Request([rng.randrange(vocab) for _ in range(length)], params, 3, i, length + new)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def run(executor: Executor, asked: list[Request], chunk: int = 7) -> list[list[int]]:
+    state = executor.allocate(len(asked), max(request.limit for request in asked))
+    state.begin(asked)
+    executor.prefill(state)
+    left = max(request.limit - len(request.prompt) for request in asked) - 1
+    while left > 0:
+        executor.decode(state, min(chunk, left))
+        left -= chunk
+    return [state.tokens[i, :n].tolist() for i, n in enumerate(state.length.tolist())]
+
+
+def agree(weights: Weights, asked: list[Request]) -> bool:
+    return run(CpuExecutor(weights, CPU, "fp32"), asked) == run(create("torch", weights, CPU, "fp32"), asked)
+
+
+@pytest.mark.parametrize("lengths", [[1], [9], [5, 40, 17], [3] * 5])
+def test_fp32_tokens_equal_torchs_with_any_team(lengths: list[int]) -> None:
+    weights = load(SMALL)
+    asked = requests(weights, lengths, 20)
+    expected = run(create("torch", weights, CPU, "fp32"), asked)
+    for threads in (1, 2, 3):
+        assert run(CpuExecutor(weights, CPU, "fp32", threads=threads), asked) == expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(temperature=0.8, ignore_eos=True),
+        Params(temperature=1.3, top_p=1.0, min_tokens=10),
+        Params(temperature=0.9, top_k=5),
+        Params(temperature=2, min_p=0.1),
+        Params(temperature=1, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+        Params(temperature=0, repetition_penalty=1.3),
+        Params(temperature=0, logprobs=3),
+    ],
+)
+def test_sampling_draws_what_torch_draws(params: Params) -> None:
+    weights = load(SMALL)
+    assert agree(weights, requests(weights, [8, 20], 30, params))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "random:n_layer=2,n_head=3,n_embd=48,n_positions=64,vocab_size=101,n_inner=70",
+        "random:n_layer=2,n_head=2,n_embd=32,n_positions=64,vocab_size=99,tie_word_embeddings=false",
+        "random:n_layer=2,n_head=2,n_embd=32,n_positions=64,vocab_size=99,scale_attn_by_inverse_layer_idx=true",
+        *(
+            f"random:n_layer=2,n_head=2,n_embd=32,n_positions=64,vocab_size=99,activation_function={name}"
+            for name in ("gelu", "relu", "silu", "tanh")
+        ),
+    ],
+)
+def test_other_models(model: str) -> None:
+    weights = load(model)
+    assert agree(weights, requests(weights, [4, 11], 20))
+
+
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_window(window: int) -> None:
+    weights = load(SMALL)
+    weights = replace(weights, config=replace(weights.config, window=window))
+    assert agree(weights, requests(weights, [10, 30], 25))
+
+
+def test_end_of_text_and_limits() -> None:
+    weights = load(SMALL)
+    free = run(create("torch", weights, CPU, "fp32"), requests(weights, [6], 30))
+    weights = replace(weights, config=replace(weights.config, eos_token_id=free[0][15]))
+    for params in (Params(temperature=0), Params(temperature=0, min_tokens=20)):
+        assert agree(weights, [*requests(weights, [6], 30, params), *requests(weights, [9], 12, params)])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_is_judged_right(dtype: str) -> None:
+    weights = load("stories", dtype=dtype)
+    asked = requests(weights, [16, 16], 24)
+    ids = torch.tensor(run(CpuExecutor(weights, CPU, dtype), asked))
+    assert Oracle(weights).judge(ids[:, :16], ids[:, 16:], dtype).right
+
+
+def test_int8_follows_its_own_weights_exactly() -> None:
+    """What int8 loses it loses when weights are rounded: computed in float32, the rounded ones give the same tokens."""
+    small = load(SMALL, dtype="int8")
+    plain = {
+        name: value.float() * small.tensors[name + SCALE][:, None] if value.dtype == torch.int8 else value
+        for name, value in small.tensors.items()
+        if not name.endswith(SCALE)
+    }
+    asked = requests(small, [12, 5], 25)
+    expected = run(create("torch", replace(small, tensors=plain), CPU, "fp32"), asked)
+    assert run(CpuExecutor(small, CPU, "int8"), asked) == expected
+
+
+def test_int8_predicts_as_well_as_fp32() -> None:
+    """From a file, whose matrices lie the other way round."""
+    texts = held_out()[:8]
+    plain, small = (LLM(device="cpu", dtype=dtype, executor="cpu").score(texts) for dtype in ("fp32", "int8"))
+    assert small.perplexity == pytest.approx(plain.perplexity, rel=0.01)
+
+
+@given(st.integers(1, 9), st.integers(1, 70), st.floats(1e-6, 1e6))
+def test_codes_are_within_half_a_step(rows: int, columns: int, size: float) -> None:
+    matrix = size * torch.randn(rows, columns)
+    codes, scale = quantise(matrix)
+    assert (codes.float() * scale[:, None] - matrix).abs().le(0.5001 * scale[:, None]).all()
+    assert codes.abs().amax(dim=1).eq(127).all()
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    codes, scale = quantise(torch.zeros(2, 5))
+    assert not codes.any()
+    assert not scale.any()
+
+
+def test_a_team_hands_errors_over_and_goes_on() -> None:
+    team = Team(3)
+
+    def fail(me: int) -> int:
+        if me == 2:
+            raise ValueError("two")
+        return me
+
+    with pytest.raises(ValueError, match="two"):
+        team.run(fail)
+    assert team.run(lambda me: me + 10) == 10
+    team.close()
+
+
+def test_it_runs_on_a_cpu_alone() -> None:
+    with pytest.raises(DeviceError, match="runs on a CPU"):
+        CpuExecutor(load(SMALL), torch.device("cuda:0"), "fp32")
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    weights = load("stories")
+    asked = requests(weights, [30], 2)
+    states = []
+    for threads in (1, 2):
+        executor = CpuExecutor(weights, CPU, "fp32", threads=threads)
+        state = executor.allocate(1, 40)
+        state.begin(asked)
+        executor.prefill(state)
+        states.append(state)
+    assert np.array_equal(states[0].cache.k.numpy(), states[1].cache.k.numpy())
