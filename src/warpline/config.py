@@ -12,9 +12,10 @@ from warpline.errors import ConfigError, ModelError, one_of
 
 #: Storage types and their bytes per element.
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-#: How weights may be stored, and what an element of the KV cache then takes: int8 has codes, and a scale for each row.
+#: How weights may be stored (int8 has codes, and a scale for each row), what the KV cache then is, and activations.
 WEIGHT_BYTES = {**DTYPE_BYTES, "int8": 1}
-KV_BYTES = {**DTYPE_BYTES, "int8": 2}
+KV_DTYPES = {**{dtype: dtype for dtype in DTYPE_BYTES}, "int8": "fp16"}
+ACTIVATION_DTYPES = {**KV_DTYPES, "int8": "fp32"}
 #: Half a unit in the last place of each.
 ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import time
 from dataclasses import replace
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -19,7 +23,7 @@ from warpline.config import SamplingParams as Params
 from warpline.engine.cpu_exec import CpuExecutor, Team
 from warpline.engine.executor import Executor, create
 from warpline.engine.state import Request
-from warpline.errors import DeviceError
+from warpline.errors import ConfigError, DeviceError
 from warpline.model.quantise import SCALE, quantise
 from warpline.model.weights import Weights, load
 
@@ -163,6 +167,27 @@ def test_a_team_hands_errors_over_and_goes_on() -> None:
         team.run(fail)
     assert team.run(lambda me: me + 10) == 10
     team.close()
+
+
+def test_other_executors_refuse_int8() -> None:
+    with pytest.raises(ConfigError, match="the torch executor has no int8: use one of fp32, fp16, bf16"):
+        create("torch", load(SMALL, dtype="int8"), CPU, "int8")
+
+
+def test_numba_keeps_what_is_others_where_it_was() -> None:
+    assert "warpline" not in str(numba.config.CACHE_DIR)
+
+
+def test_a_dropped_executor_lets_its_threads_go() -> None:
+    before = threading.active_count()
+    executor = CpuExecutor(load(SMALL), CPU, "fp32", threads=4)
+    assert threading.active_count() == before + 3
+    del executor
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_it_runs_on_a_cpu_alone() -> None:

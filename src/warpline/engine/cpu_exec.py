@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -11,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpline.config import ACTIVATIONS
+from warpline.config import ACTIVATIONS, WEIGHT_BYTES
 from warpline.engine.cpu_prompts import CpuPrompts
 from warpline.engine.executor import Executor
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
 from warpline.errors import DeviceError
 from warpline.kernels.cpu import arithmetic
-from warpline.kernels.cpu.decode import MATRICES, VECTORS, decode
+from warpline.kernels.cpu.decode import MATRICES, SIZES, VECTORS, decode
 from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
@@ -71,6 +72,7 @@ class CpuExecutor(Executor):
     """One call for many tokens."""
 
     name = "cpu"
+    dtypes = tuple(WEIGHT_BYTES)
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str, *, threads: int | None = None):
         if device.type != "cpu":
@@ -79,7 +81,8 @@ class CpuExecutor(Executor):
         self.chunk = 8
         config, t = weights.config, weights.tensors
         self._team = Team(threads or torch.get_num_threads())
-        self._gate, self._turn = np.zeros(1, np.int64), 1
+        weakref.finalize(self, self._team.close).atexit = False  # a thread must not wake while Python ends
+        self._alone, self._gate, self._turn = threading.Lock(), np.zeros(1, np.int64), 1
         names = [f"h.{i}.{name}.weight" for i in range(config.n_layer) for name in MATRICES]
         names += ["wte.weight", "lm_head.weight" if "lm_head.weight" in t else "wte.weight"]
         self._held = [_seen(t[name]) for name in names]
@@ -127,13 +130,19 @@ class CpuExecutor(Executor):
         if (key := (self, "rooms", batch)) not in state.kept:
             state.kept[key] = _Rooms(config.n_embd, config.inner, config.vocab_size, batch)
         rooms: _Rooms = state.kept[key]
-        sizes = np.array(
-            [
-                config.n_embd, config.inner, config.n_layer, config.n_head, config.vocab_size, batch,
-                config.window or 0, config.eos_number, _FORMS[ACTIVATIONS[config.activation_function]], int(chooses),
-            ],
-            np.int64,
-        )  # fmt: skip
+        numbers = {
+            "width": config.n_embd,
+            "inner": config.inner,
+            "layers": config.n_layer,
+            "heads": config.n_head,
+            "vocab": config.vocab_size,
+            "batch": batch,
+            "window": config.window or 0,
+            "eos": config.eos_number,
+            "activation": _FORMS[ACTIVATIONS[config.activation_function]],
+            "chooses": int(chooses),
+        }
+        sizes = np.array([numbers[name] for name in SIZES], np.int64)
         fields = [
             getattr(state, name).numpy()
             for name in (
@@ -142,23 +151,11 @@ class CpuExecutor(Executor):
             )
         ]  # fmt: skip
         cache = _seen(state.cache.k), _seen(state.cache.v)
-        epsilon, turn = np.float32(config.layer_norm_epsilon), self._turn
-        self._turn = self._team.run(
-            lambda me: decode(
-                me,
-                self._team.size,
-                self._gate,
-                turn,
-                n,
-                sizes,
-                epsilon,
-                self._scales,
-                *self._model,
-                *cache,
-                *fields,
-                *rooms.all,
-            )
-        )
+        epsilon = np.float32(config.layer_norm_epsilon)
+        given = (sizes, epsilon, self._scales, *self._model, *cache, *fields, *rooms.all)
+        with self._alone:  # a team meets for one thing at a time
+            turn = self._turn
+            self._turn = self._team.run(lambda me: decode(me, self._team.size, self._gate, turn, n, *given))
         return torch.from_numpy(rooms.logits)
 
 

@@ -18,7 +18,7 @@ from warpline.engine import executor as executors
 from warpline.engine.score import Score
 from warpline.engine.sequence import Completion, Timings, TokenLogprob
 from warpline.engine.sequence import Sequence as Row
-from warpline.engine.state import Progress, Request, State
+from warpline.engine.state import Progress, Request, State, room_for
 from warpline.errors import ConfigError, DeviceError, ModelError, one_of
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
@@ -143,12 +143,10 @@ class LLM:
     def _borrow(self, rows: int, capacity: int) -> State:
         """A state that fits: the idle one, or a larger one that takes its place and serves both kinds of request."""
         state, self._idle = self._idle, None
-        if state is not None:
-            if state.fits(rows, capacity):
-                return state
-            rows, capacity = max(rows, state.rows), max(capacity, state.capacity)
-            del state  # before the new one is allocated
-        capacity = min(-(-capacity // 128) * 128, self.config.n_positions)
+        if state is not None and state.fits(rows, capacity):
+            return state
+        rows, capacity = room_for(self.config, rows, capacity, state)
+        del state  # before the new one is allocated
         with explained_memory(f"a KV cache of {rows} × {capacity} positions"):
             return self.executor.allocate(rows, capacity)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from warpline.config import ACTIVATIONS, ModelConfig
+from warpline.config import ACTIVATIONS, DTYPE_BYTES, KV_DTYPES, ModelConfig
 from warpline.engine.state import State
 from warpline.errors import ConfigError, KernelError
 from warpline.hardware import ARCH_LIMITS
@@ -35,6 +36,8 @@ class Executor(ABC):
     name: str
     #: Tokens to decode between two looks of the host, at most.
     chunk: int = 1
+    #: How weights may be stored.
+    dtypes: Collection[str] = tuple(DTYPE_BYTES)
     #: Sequences that can be decoded together, if not any number.
     most_rows: int | None = None
 
@@ -48,8 +51,7 @@ class Executor(ABC):
 
     def allocate(self, rows: int, capacity: int) -> State:
         """Buffers for a batch."""
-        kind = torch.float16 if self.dtype == "int8" else TORCH_DTYPES[self.dtype]
-        return State(self.config, rows, capacity, device=self.device, dtype=kind)
+        return State(self.config, rows, capacity, device=self.device, dtype=TORCH_DTYPES[KV_DTYPES[self.dtype]])
 
     def prefill(self, state: State) -> None:
         """Run the prompts that `state.begin` took in, and append each row's first token."""
@@ -121,8 +123,8 @@ def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> 
 
 def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
     """Make the executor called `name`."""
-    if dtype == "int8" and name != "cpu":
-        raise ConfigError(f"the {name} executor has no int8: use --executor cpu on a CPU, or another dtype")
     module, _, attribute = EXECUTORS[name].partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
+    if dtype not in kind.dtypes:
+        raise ConfigError(f"the {name} executor has no {dtype}: use one of {', '.join(kind.dtypes)}, or --executor cpu")
     return kind(weights, device, dtype)

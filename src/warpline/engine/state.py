@@ -154,8 +154,8 @@ class State:
         for row, request in enumerate(requests):
             given, limit = len(request.prompt), request.limit
             tokens[row, :given] = request.prompt
-            if request.forced:
-                tokens[row, given:limit] = (*request.forced, *[0] * limit)[: limit - given]
+            forced = request.forced[: limit - given]
+            tokens[row, given : given + len(forced)] = forced
         lengths = np.fromiter((len(request.prompt) for request in requests), np.int64, batch)
         here["length"][:batch] = lengths
         here["known"][:batch] = lengths + np.fromiter((len(request.forced) for request in requests), np.int64, batch)
@@ -215,6 +215,13 @@ class State:
         length, broken, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
         self.longest = int(length.max())
         return Progress(first, length, broken, tokens, *more)
+
+
+def room_for(config: ModelConfig, rows: int, capacity: int, before: State | None) -> tuple[int, int]:
+    """Rows and positions of a state that serves such a batch, and what the one `before` it has served."""
+    if before is not None:
+        rows, capacity = max(rows, before.rows), max(capacity, before.capacity)
+    return rows, min(-(-capacity // 128) * 128, config.n_positions)
 
 
 class _Mirrored:

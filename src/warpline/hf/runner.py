@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warpline.engine import executor as executors
-from warpline.engine.state import Request, State
+from warpline.engine.state import Request, State, room_for
 from warpline.errors import ModelError
 from warpline.hf.gate import DTYPES
 from warpline.hf.weights import Taken, Watch, take
@@ -82,10 +82,8 @@ class Runner:
     def _fitting(self, requests: Sequence[Request]) -> State:
         rows, capacity = len(requests), max(request.limit for request in requests)
         if self._state is None or not self._state.fits(rows, capacity):
-            if self._state is not None:
-                rows, capacity = max(rows, self._state.rows), max(capacity, self._state.capacity)
-                self._state = None  # before the new one is allocated
-            capacity = min(-(-capacity // 128) * 128, self.taken.weights.config.n_positions)
+            rows, capacity = room_for(self.taken.weights.config, rows, capacity, self._state)
+            self._state = None  # before the new one is allocated
             with explained_memory(f"a KV cache of {rows} × {capacity} positions"), torch.inference_mode(False):
                 self._state = self.executor.allocate(rows, capacity)
         return self._state

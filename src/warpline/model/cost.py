@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from warpline.config import DTYPE_BYTES, KV_BYTES, WEIGHT_BYTES, ModelConfig
+from warpline.config import ACTIVATION_DTYPES, DTYPE_BYTES, KV_DTYPES, WEIGHT_BYTES, ModelConfig
 from warpline.model import parameters as p
 from warpline.model.parameters import is_quantised
 
@@ -89,7 +89,7 @@ def total_flops(work: Workload) -> int:
 
 def kv_bytes_per_position(config: ModelConfig, dtype: str) -> int:
     """Bytes one position of one sequence takes in the KV cache."""
-    return 2 * config.n_layer * config.n_embd * KV_BYTES[dtype]
+    return 2 * config.n_layer * config.n_embd * DTYPE_BYTES[KV_DTYPES[dtype]]
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
@@ -116,8 +116,7 @@ def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], ste
 
 
 def _cost(step: p.Step, work: Workload) -> StepCost:
-    config = work.config
-    size = DTYPE_BYTES.get(work.dtype, 4)  # of an activation: int8 has them in float32
+    config, size = work.config, DTYPE_BYTES[ACTIVATION_DTYPES[work.dtype]]
     layers = config.n_layer if step.scope != "model" else 1
     c, inner, heads = config.n_embd, config.inner, config.n_head
     rows = work.batch * work.new
@@ -156,7 +155,7 @@ def _cost(step: p.Step, work: Workload) -> StepCost:
         step=step,
         calls=layers,
         weight_bytes=layers * _weight_bytes(step, work),
-        kv_bytes=layers * _kv_elements(step, work) * KV_BYTES[work.dtype],
+        kv_bytes=layers * _kv_elements(step, work) * DTYPE_BYTES[KV_DTYPES[work.dtype]],
         activation_bytes=layers * elements * size,
         flops=layers * flops,
     )
