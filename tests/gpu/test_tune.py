@@ -24,7 +24,7 @@ from warpline.tune.worker import Fault, Named, Worker
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path / "cache"))
-    choices.forget()
+    launch.forget()
 
 
 def gpu() -> str:
@@ -76,7 +76,7 @@ def test_a_launch_takes_what_is_stored() -> None:
     assert default != other
     kernel, dtype, shape, digest = made.key
     choices.remember(gpu(), [Choice(kernel, dtype, shape, digest, other)])
-    choices.forget()
+    launch.forget()
     assert used(spec, LAYERNORM) == used(spec, {"rows": 600, "columns": 768}) == other
     assert used(spec, {"rows": 1024, "columns": 800})["block"] == default["block"]
     assert used(spec, LAYERNORM, arch="compute_75") == default  # another GPU's code
@@ -121,7 +121,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert {row["verdict"] for row in rows} <= {"improved", "confirmed"}
     assert {row["gpu"] for row in rows} == {gpu()}
-    assert choices.summary(gpu()).swept == len(rows)
+    assert [row["overlapping"] for row in rows].count(True) == len(rows) / 2  # every case in both ways
+    assert choices.summary(gpu()).swept == len(rows) / 2
 
 
 def test_projected_choices_compute_what_they_should() -> None:

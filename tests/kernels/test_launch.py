@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from warpline.errors import ConfigError, KernelError
 from warpline.kernels import launch
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.catalog.rows import LAYERNORM
-from warpline.kernels.spec import Launch
+from warpline.kernels.spec import Launch, Scalar, Variant
 
 
 @pytest.mark.parametrize("status", ["UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE"])
@@ -45,14 +47,33 @@ def test_constant_memory_is_filled_when_it_holds_something_else() -> None:
             pass
 
     kernel = object.__new__(launch.Kernel)
-    state = {"_module": Module(), "_parameters": [], "_overlapping": False, "_constants": ["bias"], "_held": {}}
-    kernel.__dict__.update(state)
+    kernel.__dict__.update({"_module": Module(), "_overlapping": False, "_held": {}})
+    nothing = launch.Arguments([], [])
     one, other = torch.full((3,), 1.0), torch.full((3,), 2.0)
     for bias in (one, one, other, other, one):
-        kernel.launch(Launch(1, 32), {"bias": bias})
+        kernel.launch(Launch(1, 32), nothing, {"bias": bias})
     one += 2
-    kernel.launch(Launch(1, 32), {"bias": one})
+    kernel.launch(Launch(1, 32), nothing, {"bias": one})
     assert written == [("bias", 1.0), ("bias", 2.0), ("bias", 1.0), ("bias", 3.0)]
+
+
+def test_arguments_are_packed_as_the_kernel_declares_them() -> None:
+    """Read back through the pointers, as the driver does: pointers, Views, ints that may be negative, floats."""
+    spec, dims = CATALOG["flash_attention"], {"batch": 2, "heads": 3, "queries": 5, "keys": 7, "depth": 64}
+    q, k = torch.zeros(2, 5, 3, 64).transpose(1, 2), torch.zeros(2, 3, 7, 64)
+    inputs, outputs = [q, k, k.clone(), torch.zeros(2, dtype=torch.int64)], [torch.zeros(2, 5, 3, 64)]
+    variant = Variant.of(spec, "fp32", spec.dims_of([t.shape for t in inputs]), "sm_80")
+    numbers = {**dims, **spec.number_values(dims, {"window": -3, "scale": 0.3})}
+    packed = launch.Packing(variant, numbers).pack([*inputs, *outputs])
+    named = dict(zip((b.name for b in (*spec.inputs, *spec.outputs)), [*inputs, *outputs], strict=True))
+    for argument, at in zip(variant.parameters(), packed.pointers, strict=True):
+        if isinstance(argument, Scalar):
+            kind = ctypes.c_int if argument.is_int else ctypes.c_float
+            assert kind.from_address(at).value == pytest.approx(numbers[argument.name])
+        else:
+            tensor = named[argument.name]
+            wanted = [tensor.data_ptr(), *(tensor.stride()[:3] if argument.strided else ())]
+            assert list((ctypes.c_int64 * len(wanted)).from_address(at)) == wanted
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ class AutoExecutor(Executor):
     def _decode(self, state: State, n: int) -> None:
         self._for(state)._decode(state, n)
 
+    def stops_by_itself(self, state: State) -> bool:
+        """As whoever would decode."""
+        return self._for(state).stops_by_itself(state)
+
     def check(self) -> None:
         """As the persistent executor does."""
         if self._persistent is not None:

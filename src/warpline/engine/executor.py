@@ -65,6 +65,10 @@ class Executor(ABC):
             self._decode(state, n)
         state.longest = min(state.longest + n, state.capacity)
 
+    def stops_by_itself(self, state: State) -> bool:
+        """Whether decoding ends when every row has ended, so that no step is wasted if the host does not look."""
+        return False
+
     def check(self) -> None:  # noqa: B027 - most have nothing to check
         """Raise what went wrong on the device, if anything; called when the host has waited for it."""
 

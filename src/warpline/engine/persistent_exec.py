@@ -89,6 +89,10 @@ class PersistentExecutor(Executor):
             ahead.result()
         return persistent.load(program, self._index)
 
+    def stops_by_itself(self, state: State) -> bool:
+        """A launch looks before every token."""
+        return state.needs.logprobs is None
+
     def check(self) -> None:
         """Whether a launch had to end itself."""
         if self._fault.item():

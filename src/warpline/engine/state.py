@@ -27,7 +27,7 @@ from warpline.model.gpt2 import KVCache
 class Request:
     """One row to be generated."""
 
-    prompt: Rows[int] | np.ndarray
+    prompt: Rows[int] | np.ndarray | Tensor  # a tensor on the state's device goes nowhere else
     params: SamplingParams
     seed: int
     sample: int  # which of the n completions of the prompt
@@ -37,7 +37,8 @@ class Request:
     @property
     def stream(self) -> int:
         """Which of a seed's random streams the row uses: prompts and samples that differ draw independently."""
-        content = np.array([self.sample, *self.prompt], dtype=np.int64).tobytes()
+        prompt = self.prompt.tolist() if isinstance(self.prompt, Tensor) else self.prompt
+        content = np.array([self.sample, *prompt], dtype=np.int64).tobytes()
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
@@ -153,7 +154,8 @@ class State:
         tokens[:batch] = 0
         for row, request in enumerate(requests):
             given, limit = len(request.prompt), request.limit
-            tokens[row, :given] = request.prompt
+            if not isinstance(request.prompt, Tensor):
+                tokens[row, :given] = request.prompt
             forced = request.forced[: limit - given]
             tokens[row, given : given + len(forced)] = forced
         lengths = np.fromiter((len(request.prompt) for request in requests), np.int64, batch)
@@ -170,6 +172,7 @@ class State:
         here["done"][:batch] = here["broken"][:batch] = False
         here["length"][batch:], here["done"][batch:] = 1, True  # rows not in use may be computed along
         self._packed.send(self._fields_end + batch * self.capacity * 8)
+        self._copy([request.prompt for request in requests])
         sampled = [p for p in params if p.temperature > 0]
         if sampled:
             noise = self._noise.ready().view(self.rows, self.capacity).numpy()
@@ -188,6 +191,15 @@ class State:
         )
         if self.needs.logprobs is not None:
             self._allocate_logprobs(min(self.needs.logprobs, vocab))
+
+    def _copy(self, prompts: Rows[Any]) -> None:
+        """Those that are on the device, all at once where they are of one length."""
+        there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
+        if len(there) == len(prompts) and len({len(prompt) for prompt in prompts}) == 1:
+            self.tokens[: len(prompts), : len(prompts[0])].copy_(torch.stack(list(prompts)))
+            return
+        for row in there:
+            self.tokens[row, : len(prompts[row])].copy_(prompts[row])
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""

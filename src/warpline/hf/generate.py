@@ -7,9 +7,12 @@ then come from torch's generator, and torch.manual_seed repeats a text.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +22,7 @@ from warpline.errors import ConfigError
 from warpline.hf.gate import DEVICES, DTYPES, Forward, Shared
 from warpline.hf.report import Report
 from warpline.hf.runner import Runner
-from warpline.hf.weights import held
+from warpline.hf.weights import held, walk
 
 #: Settings of a GenerationConfig that are translated below, or that change nothing in what we do.
 TRANSLATED = {
@@ -29,6 +32,7 @@ TRANSLATED = {
     # Only for beams, assistants or compilation, which are refused by settings of their own.
     "early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
+    "compile_config",
 }  # fmt: skip
 #: Arguments of the forward pass that are understood.
 INPUTS = {"input_ids", "attention_mask"}
@@ -55,7 +59,7 @@ class Generate:
 
     def __init__(self, model: nn.Module, shared: Shared, report: Report, *, sampling: bool):
         self.model, self.shared, self.report, self.sampling = model, shared, report, sampling
-        self.kinds = [type(module) for module in model.modules()]
+        self.kinds = [type(module) for module in walk(model)]
         self.runner: Runner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,22 +70,33 @@ class Generate:
         model: Any = self.model
         if model.training:
             self.shared.tell("the model is in train mode, so its original code runs: call model.eval() for the engine")
+        modules = walk(model)
         try:
-            _check_model(model, self.kinds)
+            _check_model(model, modules, self.kinds)
             job = translate(model, inputs, kwargs, sampling=self.sampling)
         except NotOursError as reason:
             self.report.count(f"original method: {reason}")
             return type(model).generate(model, inputs, **kwargs)
         self.report.count("engine")
         with torch.no_grad():
-            return assemble(job, self.prepared(job.eos).run(job.requests))
+            return assemble(job, self._tokens(job, modules))
 
-    def prepared(self, eos: int | None) -> Runner:
-        """The engine, made anew if the model is not what it was."""
-        if self.runner is None or not self.runner.serves(self.model, eos):
-            self.runner = None  # before the new one takes its memory
-            with torch.inference_mode(False):  # what it allocates is for later calls too
-                self.runner = Runner(self.model, eos)
+    def _tokens(self, job: Job, modules: list[nn.Module]) -> list[list[int]]:
+        """Whether the model is what it was when the engine was made, the host finds out while the GPU decodes."""
+        runner = self.runner
+        if runner is not None and job.eos in (None, runner.eos):
+            found = runner.run(job.requests, still=lambda: runner.serves(modules))
+            if found is not None:
+                return found
+        tokens = self.renew(job.eos).run(job.requests)
+        assert tokens is not None
+        return tokens
+
+    def renew(self, eos: int | None) -> Runner:
+        """An engine over the model as it is."""
+        self.runner = None  # before the new one takes its memory
+        with torch.inference_mode(False):  # what it allocates is for later calls too
+            self.runner = Runner(self.model, eos)
         return self.runner
 
 
@@ -118,7 +133,7 @@ def translate(model: Any, inputs: Tensor | None, kwargs: dict[str, Any], *, samp
     if params.repetition_penalty != 1 and any(len(row) != ids.shape[1] for row in rows):
         raise NotOursError("repetition_penalty with padding, where transformers penalises the pads as well")
     vocabulary = model.config.vocab_size
-    if not all(0 <= token < vocabulary for row in rows for token in row):
+    if not all(row.min() >= 0 and row.max() < vocabulary for row in rows):
         raise NotOursError(f"token ids outside the vocabulary of {vocabulary}")
     copies = settings.num_return_sequences or 1
     if copies > 1 and params.temperature == 0:
@@ -141,7 +156,7 @@ _METHOD_ARGUMENTS = (
 )  # fmt: skip
 
 
-def _check_model(model: Any, kinds: list[type]) -> None:
+def _check_model(model: Any, modules: list[nn.Module], kinds: list[type]) -> None:
     if model.training:
         raise NotOursError("train mode")
     if model.dtype not in DTYPES or model.device.type not in DEVICES:
@@ -150,7 +165,6 @@ def _check_model(model: Any, kinds: list[type]) -> None:
         raise NotOursError("autocast")
     if torch.compiler.is_compiling():
         raise NotOursError("torch.compile")
-    modules = list(model.modules())
     if [type(module) for module in modules] != kinds:
         raise NotOursError("modules that were replaced after the patch")
     for module in modules:
@@ -158,22 +172,28 @@ def _check_model(model: Any, kinds: list[type]) -> None:
             raise NotOursError("modules with hooks, which the engine would not call")
         if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], Forward):
             raise NotOursError("modules whose forward somebody else has replaced")
-    if {p.device for p in held(model)} != {model.device}:
+    if {p.device for p in held(modules)} != {model.device}:
         raise NotOursError("parameters on several devices")
 
 
 def _check_settings(settings: Any) -> None:
     """Everything that is not translated must be as if it were not there."""
-    usual = type(settings)()
-    neutral = usual.to_dict()
-    defaults = getattr(usual, "_get_default_generation_params", dict)
-    neutral |= {name: value for name, value in defaults().items() if neutral.get(name) is None}
-    for name, value in settings.to_dict().items():
+    neutral = _neutral(cast(Hashable, type(settings)))
+    for name, value in vars(settings).items():
         if name.startswith("_") or name in TRANSLATED or value in (None, False) or value == neutral.get(name):
             continue
         raise NotOursError(name)
     if settings.use_cache is False:
         raise NotOursError("use_cache=False")
+
+
+@functools.cache
+def _neutral(kind: Any) -> dict[str, Any]:
+    """The settings that nobody has made."""
+    usual = kind()
+    values: dict[str, Any] = usual.to_dict()
+    defaults = getattr(usual, "_get_default_generation_params", dict)
+    return values | {name: value for name, value in defaults().items() if values.get(name) is None}
 
 
 def _one(value: Any, name: str) -> int | None:
@@ -186,22 +206,20 @@ def _one(value: Any, name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _unpadded(ids: Tensor, mask: Tensor | None, pad: int | None, eos: int | None) -> list[list[int]]:
+def _unpadded(ids: Tensor, mask: Tensor | None, pad: int | None, eos: int | None) -> list[np.ndarray]:
     """The rows without what stands to the left of their text."""
+    rows = ids.cpu().numpy()
     if mask is None:
-        if pad is not None and pad != eos and bool((ids == pad).any()):
+        if pad is not None and pad != eos and (rows == pad).any():
             raise NotOursError("pads without an attention_mask")
-        return ids.tolist()
+        return list(rows)
     if mask.shape != ids.shape:
         raise NotOursError("an attention_mask of another shape")
-    rows, kept = ids.tolist(), mask.tolist()
-    result = []
-    for row, marks in zip(rows, kept, strict=True):
-        count = sum(1 for mark in marks if mark == 1)
-        if count == 0 or any(mark != 1 for mark in marks[-count:]) or any(mark != 0 for mark in marks[:-count]):
-            raise NotOursError("an attention_mask that hides more than pads on the left")
-        result.append(row[-count:])
-    return result
+    marks = mask.cpu().numpy()
+    counts = (marks == 1).sum(axis=1)
+    if not counts.all() or (marks != (np.arange(ids.shape[1]) >= ids.shape[1] - counts[:, None])).any():
+        raise NotOursError("an attention_mask that hides more than pads on the left")
+    return [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
 
 
 def _params(settings: Any, new: int, length: int, eos: int | None, *, sampling: bool) -> SamplingParams:

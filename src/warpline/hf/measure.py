@@ -95,7 +95,7 @@ class Measure:
         return torch.randint(self.config.vocab_size, (rows, length), generator=generator).to(self.device)
 
     def _engine(self, ids: Tensor, new: int) -> Callable[[], Any]:
-        runner = self.whole.generate.prepared(None)
+        runner = self.whole.generate.runner or self.whole.generate.renew(None)
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         length = ids.shape[1]
         requests = [Request(row, params, 0, i, length + new) for i, row in enumerate(ids.tolist())]

@@ -202,7 +202,7 @@ def _take_over(model: Any, record: Patch, shared: Shared) -> None:
     method = Generate(model, shared, report, sampling=record.options["sampling"])
     try:
         with probe.at_rest(model):
-            runner = method.prepared(_usual_eos(model))
+            runner = method.renew(_usual_eos(model))
             deficit = probe.judge(model, runner)
     except WarplineError as error:
         report.left["generate"] = str(error)

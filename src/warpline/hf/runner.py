@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from warpline.engine import executor as executors
 from warpline.engine.state import Request, State, room_for
 from warpline.errors import ModelError
 from warpline.hf.gate import DTYPES
-from warpline.hf.weights import Taken, Watch, take
+from warpline.hf.weights import Taken, Watch, take, walk
 from warpline.model.weights import explained_memory
 
 #: Sequences that are computed together; more run in turns.
@@ -30,7 +31,7 @@ class Runner:
         with explained_memory("a second copy of the model's matrices"):
             self.taken: Taken = views if on_torch else take(model, copy=True, eos=eos)
             self.executor = executors.create(name, self.taken.weights, self.device, self.dtype)
-        self._watch = Watch(model)
+        self._watch = Watch(walk(model))
         self._state: State | None = None
 
     @property
@@ -44,29 +45,38 @@ class Runner:
             text += "; the persistent kernel keeps them once more, in the order in which it reads them"
         return text
 
-    def serves(self, model: Any, eos: int | None) -> bool:
-        """Whether it still computes with what the model is now."""
-        return eos in (None, self.eos) and self._watch.holds(model)
+    def serves(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether it still computes with what the model consists of now."""
+        return self._watch.holds(modules)
 
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The new tokens of every request."""
+    def run(self, requests: Sequence[Request], still: Callable[[], bool] = lambda: True) -> list[list[int]] | None:
+        """The new tokens of every request; None if they are worth nothing, which `still` may find out while the GPU
+        is busy with them."""
         most = min(MOST_ROWS, self.executor.most_rows or MOST_ROWS)
-        turns = [requests[first : first + most] for first in range(0, len(requests), most)]
-        return [tokens for turn in turns for tokens in self._run(turn)]
+        tokens: list[list[int]] = []
+        for first in range(0, len(requests), most):
+            found = self._run(requests[first : first + most], still)
+            if found is None:
+                return None
+            tokens += found
+        return tokens
 
-    def _run(self, requests: Sequence[Request]) -> list[list[int]]:
+    def _run(self, requests: Sequence[Request], still: Callable[[], bool]) -> list[list[int]] | None:
         state, executor = self._fitting(requests), self.executor
         state.begin(requests)
         shortest = min(len(request.prompt) for request in requests)
         executor.prefill(state)
         left = max(request.limit - len(request.prompt) for request in requests) - 1
         ends = self.taken.weights.config.eos_token_id is not None and not all(r.params.ignore_eos for r in requests)
-        while left > 0:
-            steps = min(executor.chunk, left) if ends else left
-            executor.decode(state, steps)
-            left -= steps
-            if ends and left and bool(state.done[: state.batch].all()):
+        size = executor.chunk if ends and not executor.stops_by_itself(state) else max(left, 1)
+        if left:
+            executor.decode(state, min(size, left))
+        if not still():
+            return None
+        for gone in range(size, left, size):
+            if bool(state.done[: state.batch].all()):
                 break
+            executor.decode(state, min(size, left - gone))
         seen = state.read(shortest)
         executor.check()
         if seen.broken.any():

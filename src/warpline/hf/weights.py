@@ -6,11 +6,12 @@ copied once, transposed; everything else is the model's own memory. The torch ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from warpline.config import ModelConfig
 from warpline.errors import ModelError
@@ -58,24 +59,33 @@ class Watch:
     compared, which costs one small kernel.
     """
 
-    def __init__(self, model: Any):
-        found = held(model)
+    def __init__(self, modules: Sequence[nn.Module]):
+        found = held(modules)
         self._marks = _marks(found)
         with torch.inference_mode(False), torch.no_grad():
             self._views = [_sample(p.detach()) for p in found]
             self._seen = torch.cat(self._views).clone()
 
-    def holds(self, model: Any) -> bool:
+    def holds(self, modules: Sequence[nn.Module]) -> bool:
         """Whether everything is as it was."""
-        if _marks(held(model)) != self._marks:
+        if _marks(held(modules)) != self._marks:
             return False
         with torch.no_grad():
             return bool(torch.equal(torch.cat(self._views), self._seen))
 
 
-def held(model: Any) -> list[Tensor]:
-    """The parameters, tied ones twice: cheaper than `model.parameters()`, and every call of generate pays for it."""
-    return [p for module in model.modules() for p in module._parameters.values() if p is not None]
+def walk(model: nn.Module) -> list[nn.Module]:
+    """The model and everything in it, as `model.modules()` has it but for modules that are in it twice: every call of
+    generate pays for it, and this takes a third of the time."""
+    found = [model]
+    for module in found:
+        found += [part for part in module._modules.values() if part is not None]
+    return found
+
+
+def held(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Their own parameters, tied ones twice."""
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def _marks(found: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from warpline.errors import ConfigError, DeviceError, KernelError
 from warpline.kernels import choices
 from warpline.kernels.compile import Program, compile_one, nvrtc_version
-from warpline.kernels.spec import Buffer, Dims, KernelSpec, Launch, Tunables, Variant
+from warpline.kernels.spec import Buffer, KernelSpec, Launch, Tunables, Variant
 
 #: Element types in torch.
 TORCH_TYPES = {
@@ -103,37 +104,31 @@ class Module:
         _check(driver, status, f"launching {self.label}")
 
 
+class Arguments:
+    """What a kernel takes, packed as the driver wants it: every argument in words of its own, and pointers to them."""
+
+    def __init__(self, words: Sequence[int], starts: Sequence[int]):
+        self._words = (ctypes.c_uint64 * len(words))(*words)
+        first = ctypes.addressof(self._words)
+        self.pointers = (ctypes.c_void_p * len(starts))(*(first + 8 * start for start in starts))
+
+
 class Kernel:
     """One variant, loaded on one device."""
 
     def __init__(self, variant: Variant, device: int, arch: str):
         self._module = Module(variant, device, arch, variant.smallest_launch.shared_bytes)
-        self._parameters, self._overlapping = variant.parameters(), variant.overlapping
-        self._constants = [buffer.name for buffer in variant.in_constant_memory]
+        self._overlapping = variant.overlapping
         self._held: dict[str, tuple[Any, int]] = {}  # what constant memory was filled from, and its version
 
-    def launch(self, shape: Launch, values: Mapping[str, Tensor | float | int]) -> None:
-        """Enqueue one launch; `values` holds every argument by name."""
-        for name in self._constants:
-            tensor = values[name]
-            assert isinstance(tensor, Tensor)
+    def launch(self, shape: Launch, arguments: Arguments, constants: Mapping[str, Tensor]) -> None:
+        """Enqueue one launch; `constants` holds what is to be in constant memory."""
+        for name, tensor in constants.items():
             held, version = self._held.get(name, (None, 0))
             if held is not tensor or version != tensor._version:  # the same as last time need not travel again
                 self._module.write(name, tensor)
                 self._held[name] = tensor, tensor._version
-        cells = [_cell(argument, values[argument.name]) for argument in self._parameters]
-        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
-        self._module.launch(shape, pointers, overlapping=self._overlapping)
-
-
-def _cell(argument: Any, value: Tensor | float | int) -> Any:
-    """The argument as the kernel takes it."""
-    if isinstance(argument, Buffer):
-        assert isinstance(value, Tensor)
-        if argument.strided:  # `View` of common.cuh
-            return (ctypes.c_int64 * 4)(value.data_ptr(), *value.stride()[:3])
-        return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_int(int(value)) if argument.is_int else ctypes.c_float(float(value))
+        self._module.launch(shape, arguments.pointers, overlapping=self._overlapping)
 
 
 @functools.cache
@@ -148,19 +143,39 @@ def arch_of(device: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def allocate(buffers: Sequence[Buffer], dims: Dims, dtype: str, device: torch.device | int | str) -> list[Tensor]:
-    """Memory for outputs or scratch; what counts starts at zero."""
-    return [
-        (torch.empty if buffer.role == "output" else torch.zeros)(
-            buffer.shape(dims), dtype=TORCH_TYPES[buffer.element(dtype)], device=device
-        )
-        for buffer in buffers
-    ]
+class Packing:
+    """Where every argument of a variant stands: the word of a number, or which tensor and whether with its strides."""
+
+    def __init__(self, variant: Variant, numbers: Mapping[str, float]):
+        spec = variant.spec
+        places = {buffer.name: at for at, buffer in enumerate([*spec.inputs, *spec.outputs, *spec.scratches])}
+        self._places: list[tuple[int, bool, int]] = []  # tensor or -1, strided, word
+        self._starts: list[int] = []
+        words = 0
+        for argument in variant.parameters():
+            self._starts.append(words)
+            if isinstance(argument, Buffer):
+                self._places.append((places[argument.name], argument.strided, 0))
+                words += 4 if argument.strided else 1  # `View` of common.cuh
+            else:
+                self._places.append((-1, False, _word(numbers[argument.name], is_int=argument.is_int)))
+                words += 1
+        #: Which tensors go into constant memory, by name.
+        self.constants = {buffer.name: places[buffer.name] for buffer in variant.in_constant_memory}
+
+    def pack(self, tensors: Sequence[Tensor]) -> Arguments:
+        """The arguments of a launch on inputs, outputs and scratch, in this order."""
+        words: list[int] = []
+        for at, strided, word in self._places:
+            words.append(tensors[at].data_ptr() if at >= 0 else word)
+            if strided:
+                words += tensors[at].stride()[:3]
+        return Arguments(words, self._starts)
 
 
-class Call:
-    """One op on given tensors, checked and ready to be launched any number of times. Tunables that are not given are
-    those that a sweep found best on this GPU, or the default's.
+class Plan:
+    """One op on tensors of given layouts: checked, its variant and launch chosen, its arguments' places known. Tunables
+    that are not given are those that a sweep found best on this GPU, or the default's.
 
     Overlapping launches begin before the launch ahead of them has ended, where the GPU can.
     """
@@ -170,7 +185,6 @@ class Call:
         spec: KernelSpec,
         inputs: Sequence[Tensor],
         *,
-        outputs: Sequence[Tensor] | None = None,
         tunables: Tunables | None = None,
         arch: str | None = None,
         numbers: Mapping[str, float | None] | None = None,
@@ -179,53 +193,112 @@ class Call:
         first = inputs[spec.storage]
         if not first.is_cuda:
             raise ConfigError(f"{spec.name}: the inputs are on the CPU: move them to a GPU")
-        dtype, device = _NAMES.get(first.dtype), first.device.index
-        target = arch or arch_of(device)
-        if dtype is None or not spec.runs_on(dtype, target):
+        dtype, self._device = _NAMES.get(first.dtype), first.device.index
+        self._target = arch or arch_of(self._device)
+        if dtype is None or not spec.runs_on(dtype, self._target):
             kinds = ", ".join(spec.dtypes)
-            raise KernelError(f"{spec.name} does not run in {first.dtype} on {target}: use one of {kinds}")
+            raise KernelError(f"{spec.name} does not run in {first.dtype} on {self._target}: use one of {kinds}")
         for buffer, tensor in zip(spec.inputs, inputs, strict=True):
             _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
-        if tunables is None and target == arch_of(device):  # a sweep's choice is for a GPU's own code
-            tunables = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(device))
-        self._variant = Variant.of(spec, dtype, dims, target, tunables, overlapping=overlapping)
-        self._device, self._target = device, target
-        self._empty = not all(dims.values())
-        if not self._empty:
+        if tunables is None and self._target == arch_of(self._device):  # a sweep's choice is for a GPU's own code
+            tunables = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(self._device))
+        self._variant = Variant.of(spec, dtype, dims, self._target, tunables, overlapping=overlapping)
+        self.empty = not all(dims.values())
+        if not self.empty:
             self._shape = self._variant.launch(dims)
-            extended = {**dims, **dict(self._variant.tunables)}
-            scratch = allocate(spec.scratches, extended, dtype, device)
-        else:
-            scratch = []
-        self.outputs = allocate(spec.outputs, dims, dtype, device) if outputs is None else list(outputs)
-        self._values: dict[str, Any] = {**dims, **spec.number_values(dims, numbers)}
-        for buffers, tensors in ((spec.inputs, inputs), (spec.outputs, self.outputs), (spec.scratches, scratch)):
-            self._values |= {buffer.name: tensor for buffer, tensor in zip(buffers, tensors, strict=False)}
+        extended = {**dims, **dict(self._variant.tunables)}
+        self._results = [(b.shape(dims), TORCH_TYPES[b.element(dtype)]) for b in spec.outputs]
+        self._working = [(b.shape(extended), TORCH_TYPES[b.element(dtype)]) for b in spec.scratches]
+        self._packing = Packing(self._variant, {**dims, **spec.number_values(dims, numbers)})
 
     @property
     def program(self) -> tuple[Variant, str]:
         """What is compiled for it, and for which GPU."""
         return self._variant, self._target
 
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """Loaded when it is asked for first."""
+        return load(self._variant, self._device, self._target)
+
     def prepare(self) -> None:
         """Load the kernel now, so that launching takes no longer the first time than later."""
-        if not self._empty:
-            load(self._variant, self._device, self._target)
+        if not self.empty:
+            _ = self.kernel
 
-    def launch(self) -> None:
-        """Enqueue it."""
-        if not self._empty:
-            load(self._variant, self._device, self._target).launch(self._shape, self._values)
+    def outputs(self) -> list[Tensor]:
+        """Memory for them."""
+        return [torch.empty(shape, dtype=kind, device=self._device) for shape, kind in self._results]
+
+    def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
+        """A launch on tensors of the same layouts, to be called any number of times."""
+        if self.empty:
+            return lambda: None
+        working = [torch.zeros(shape, dtype=kind, device=self._device) for shape, kind in self._working]
+        tensors = [*inputs, *outputs, *working]
+        arguments, shape = self._packing.pack(tensors), self._shape
+        constants = {name: tensors[at] for name, at in self._packing.constants.items()}
+
+        def launch(_kept: list[Tensor] = tensors) -> None:
+            self.kernel.launch(shape, arguments, constants)
+
+        return launch
 
 
-def run(spec: KernelSpec, inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """Run `spec` on CUDA tensors and return its outputs, which are allocated unless given. Options are those of `Call`:
+class Call:
+    """One op on given tensors, ready to be launched any number of times. Options are those of `Plan`."""
+
+    def __init__(
+        self, spec: KernelSpec, inputs: Sequence[Tensor], *, outputs: Sequence[Tensor] | None = None, **options: Any
+    ):
+        plan = Plan(spec, inputs, **options)
+        self.program, self.prepare = plan.program, plan.prepare
+        self.outputs = plan.outputs() if outputs is None else list(outputs)
+        #: Enqueues it.
+        self.launch = plan.bind(inputs, self.outputs)
+
+
+#: Plans by op, layouts and options: making one takes a hundred times as long as a launch.
+_plans: dict[Any, Plan] = {}
+MOST_PLANS = 4096
+
+
+def run(
+    spec: KernelSpec,
+    inputs: Sequence[Tensor],
+    *,
+    outputs: Sequence[Tensor] | None = None,
+    tunables: Tunables | None = None,
+    numbers: Mapping[str, float | None] | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Run `spec` on CUDA tensors and return its outputs, which are allocated unless given. Options are those of `Plan`:
     `arch` overrides what is compiled for (compute_75 runs the Turing path, as PTX, on a newer GPU).
     """
-    call = Call(spec, inputs, **options)
-    call.launch()
-    return call.outputs
+    layouts = [(t.shape, t.stride(), t.storage_offset() % 16, t.dtype, t.device) for t in inputs]
+    named = [*(numbers or {}).items(), *(tunables or {}).items(), *options.items()]
+    key = (spec, tunables is None, *layouts, *named)
+    if (plan := _plans.get(key)) is None:
+        plan = Plan(spec, inputs, tunables=tunables, numbers=numbers, **options)
+        if len(_plans) >= MOST_PLANS:
+            _plans.pop(next(iter(_plans)), None)
+        _plans[key] = plan
+    results = plan.outputs() if outputs is None else list(outputs)
+    plan.bind(inputs, results)()
+    return results
+
+
+def forget() -> None:
+    """Make new plans, with the choices that are stored now."""
+    choices.forget()
+    _plans.clear()
+
+
+def _word(value: float, *, is_int: bool) -> int:
+    """A number as the first bytes of a word."""
+    packed = struct.pack("<i", int(value)) if is_int else struct.pack("<f", float(value))
+    return int.from_bytes(packed, "little")
 
 
 def _require(spec: KernelSpec, buffer: Buffer, tensor: Tensor, kind: torch.dtype, device: torch.device) -> None:

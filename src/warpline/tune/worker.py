@@ -148,7 +148,8 @@ class _Bench:
         sets = range(rotating_sets(spec.bytes(dims, dtype)))
         self._trial = Trial(spec, dtype, dims, seed=1)
         self._inputs = [random_inputs(spec, dtype, dims, seed, full=True) for seed in sets]
-        self._outputs = [launch.allocate(spec.outputs, dims, dtype, "cuda") for _ in sets]
+        shapes = [(b.shape(dims), launch.TORCH_TYPES[b.element(dtype)]) for b in spec.outputs]
+        self._outputs = [[torch.empty(shape, dtype=kind, device="cuda") for shape, kind in shapes] for _ in sets]
         self._open = name, dtype, dict(dims)
 
     def _times(self, candidates: Sequence[dict[str, int]], overlapping: bool) -> list[Times]:

@@ -73,8 +73,7 @@ class _OnExecutor(Method):
             self._state = self._executor.allocate(self.case.batch, self.case.prompt + max(self.case.new, 1))
         state = self._state
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        rows = prompts.cpu().numpy()
-        state.begin([Request(row, params, 0, i, length + new) for i, row in enumerate(rows)])
+        state.begin([Request(row, params, 0, i, length + new) for i, row in enumerate(prompts)])
         self._executor.prefill(state)
         if new > 1:
             self._executor.decode(state, new - 1)
