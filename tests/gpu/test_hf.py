@@ -11,7 +11,7 @@ from torch import Tensor
 import warpline.hf as whf
 from tests.hf.conftest import left_padded, logits, make_model, random_ids
 from warpline.hf import attention, modules
-from warpline.hf.gate import FEW_ROWS
+from warpline.hf.gate import WORTH
 from warpline.hf.measure import Measure
 from warpline.hf.report import Report
 from warpline.model import weights
@@ -23,6 +23,11 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "pad_token_i
 def on_gpu(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     usual = {"n_layer": 3, "n_embd": 256, "n_positions": 512, "initializer_range": 0.05}
     return make_model(**usual | changes).to("cuda", dtype)
+
+
+def ours_everywhere(model: Any) -> None:
+    """Our kernels however little there is to do."""
+    model.transformer.h[0].attn.config._warpline[1].everywhere = True
 
 
 @pytest.fixture
@@ -40,8 +45,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(owner, name, count)
 
     watch(attention, "_ours")
-    watch(modules.MLP, "_many")
-    watch(modules.MLP, "_few")
+    watch(modules.MLP, "_own")
+    watch(modules.MLP, "_library")
     return calls
 
 
@@ -53,6 +58,7 @@ def test_everything_is_replaced_within_rounding(dtype: torch.dtype) -> None:
     assert not report.left
     assert report.difference <= report.allowed
     ids = random_ids(4, 200).cuda()
+    ours_everywhere(model)
     ours = logits(model, ids).float()
     whf.unpatch(model)
     theirs = logits(model, ids).float()
@@ -66,22 +72,28 @@ def test_heads_of_other_sizes(depth: int) -> None:
     assert "attention" in report.replaced
 
 
-def test_many_rows_are_ours_and_few_are_torchs(counted: dict[str, int]) -> None:
-    model = on_gpu(torch.float16)
-    whf.patch(model, generate=False)
+@pytest.mark.parametrize("fast_math", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_ours_where_it_pays(
+    dtype: torch.dtype, fast_math: bool, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WORTH, dtype, 100 * 256)
+    model = on_gpu(dtype)
+    whf.patch(model, generate=False, fast_math=fast_math)
     counted.clear()
-    logits(model, random_ids(2, FEW_ROWS // 2).cuda())
-    assert counted == {"_ours": 3, "_many": 3}
+    logits(model, random_ids(2, 50).cuda())
+    expected = {"_own" if fast_math else "_library": 3} | ({"_ours": 3} if dtype == torch.float32 else {})
+    assert counted == expected
     counted.clear()
     logits(model, random_ids(1, 8).cuda())
-    assert counted == {"_few": 3}
+    assert counted == {"_library": 3}
 
 
 @DTYPES
-def test_decode_kernel_behind_a_cache(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "DECODE_BYTES", 0)
+def test_decode_kernel_behind_a_cache(dtype: torch.dtype) -> None:
     model = on_gpu(dtype)
     report = whf.patch(model, generate=False)  # whose probe has such a step
+    ours_everywhere(model)
     ids = random_ids(2, 300).cuda()
     with torch.no_grad():
         first = model(ids[:, :-1], use_cache=True)

@@ -334,7 +334,7 @@ def test_other_models_are_refused() -> None:
 
 def test_wrong_results_are_refused_with_the_figure(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attributes = instance_attributes(model)
-    monkeypatch.setattr(MLP, "_many", lambda self, x: torch.relu(x @ self.module.c_fc.weight + self.module.c_fc.bias))
+    monkeypatch.setattr(MLP, "_own", lambda self, x: torch.relu(x @ self.module.c_fc.weight + self.module.c_fc.bias))
     with pytest.raises(ConfigError, match=r"logits differ by \d"):
         whf.patch(model)
     assert instance_attributes(model) == attributes
@@ -342,12 +342,12 @@ def test_wrong_results_are_refused_with_the_figure(model: Any, monkeypatch: pyte
 
 def test_fast_math_reports_its_change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whf.patch(model).fast_math_difference is None
-    exact = MLP._many
+    exact = MLP._own
 
     def rough(self: MLP, x: Tensor) -> Tensor:
         return exact(self, x) * (1 + 1e-3 * self.shared.fast_math)
 
-    monkeypatch.setattr(MLP, "_many", rough)
+    monkeypatch.setattr(MLP, "_own", rough)
     report = whf.patch(model, fast_math=True)
     assert report.fast_math_difference is not None
     assert report.fast_math_difference > 10 * report.allowed

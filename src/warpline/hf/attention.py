@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from warpline.errors import ConfigError
-from warpline.hf.gate import Shared, is_few, obstacle
+from warpline.hf.gate import Shared, is_worth_it, obstacle
 from warpline.kernels import torch_ops
 
 #: The name under which transformers knows the function and its masks.
@@ -25,8 +25,9 @@ NAME = "warpline"
 OPERATORS = torch_ops.OPERATORS
 #: Arguments that do not change what attention computes.
 HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "logits_to_keep"}
-#: Bytes of keys and values from which on a decode step's attention is worth an operator of ours: below, the GPU waits
-#: for the host, and torch's own operator takes less of the host's time.
+#: Bytes of keys and values from which on a decode step's attention in float32 is worth an operator of ours: below, the
+#: GPU waits for the host, and torch's own operator takes less of the host's time. On an H200 a step of 64 sequences
+#: over 1,000 positions (375 MiB) takes 94 µs, torch's 404.
 DECODE_BYTES = 256 << 20
 
 
@@ -66,7 +67,7 @@ def attention(
     usual = usual and all(name in HARMLESS or value is None or value is False for name, value in kwargs.items())
     if query.shape[2] > 1 and is_causal is False:
         usual = False
-    if usual and _is_worth_it(query, key):
+    if usual and _is_ours(query, key, shared):
         why = obstacle(module, query, key, value)
         if why is None:
             return _ours(query, key, value, scaling), None
@@ -78,10 +79,16 @@ def attention(
     return _behind(real)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
 
 
-def _is_worth_it(query: Tensor, key: Tensor) -> bool:
+def _is_ours(query: Tensor, key: Tensor, shared: Shared | None) -> bool:
+    """In half precision torch's FlashAttention is the faster one: 16 × 1,024 positions of gpt2 take 83 µs on an H200,
+    ours 116; in float32 torch has none, and 1 × 1,024 take 142 µs, ours 77."""
+    if not query.is_cuda or (shared is not None and shared.everywhere):
+        return True
+    if query.dtype != torch.float32:
+        return False
     if query.shape[2] > 1:
-        return not is_few(query, query.shape[0] * query.shape[2])
-    return not query.is_cuda or 2 * key.numel() * key.element_size() >= DECODE_BYTES
+        return is_worth_it(query, shared)
+    return 2 * key.numel() * key.element_size() >= DECODE_BYTES
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

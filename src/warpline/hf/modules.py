@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpline.hf.gate import Forward, Shared, is_few
+from warpline.hf.gate import Forward, Shared, is_worth_it
 from warpline.kernels import torch_ops
 
 #: Importing it registers the operators.
@@ -16,7 +16,11 @@ OPERATORS = torch_ops.OPERATORS
 
 
 class MLP(Forward):
-    """First product, bias and GELU in one pass, second product: Conv1D's [in, out] matrices serve as they are."""
+    """First product, bias and GELU in one pass, second product: Conv1D's [in, out] matrices serve as they are.
+
+    On a GPU the library's product has bias and GELU in its epilogue: 16,384 rows of gpt2 in float16 take 130 µs on an
+    H200, and a plain product with our kernel behind it 176. Ours is for fast_math, which the library has not.
+    """
 
     def __init__(self, module: nn.Module, shared: Shared):
         super().__init__(module, shared)
@@ -28,7 +32,8 @@ class MLP(Forward):
         if not self._is_plain() or self.stopped(hidden_states):
             return self.original(hidden_states)  # type: ignore[no-any-return]
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        hidden = self._few(x) if is_few(x, len(x)) else self._many(x)
+        own = not x.is_cuda or (self.shared.fast_math and is_worth_it(x, self.shared))
+        hidden = self._own(x) if own else self._library(x)
         y = torch.addmm(mlp.c_proj.bias, hidden, mlp.c_proj.weight)
         return y.view(*hidden_states.shape[:-1], y.shape[-1])
 
@@ -48,13 +53,13 @@ class MLP(Forward):
             self.shared.tell("a part of an MLP has hooks or has been replaced, so the original code runs")
         return plain
 
-    def _many(self, x: Tensor) -> Tensor:
+    def _own(self, x: Tensor) -> Tensor:
         mlp = cast(Any, self.module)
         ops = torch.ops.warpline
         fused = ops.bias_gelu_fast if self.shared.fast_math else ops.bias_gelu
         return fused(torch.mm(x, mlp.c_fc.weight), mlp.c_fc.bias)  # type: ignore[no-any-return]
 
-    def _few(self, x: Tensor) -> Tensor:
+    def _library(self, x: Tensor) -> Tensor:
         """The library's product with bias and, in half precision, GELU in its epilogue; on CUDA it is the tanh form."""
         fc = cast(Any, self.module).c_fc
         if x.dtype != torch.float32:
@@ -68,8 +73,7 @@ class LayerNorm(Forward):
     def __call__(self, input: Tensor) -> Tensor:  # torch calls it so
         """As nn.LayerNorm."""
         norm = cast(Any, self.module)
-        rows = input.numel() // input.shape[-1]
-        if is_few(input, rows) or self.stopped(input):
+        if not is_worth_it(input, self.shared) or self.stopped(input):
             return self.original(input)  # type: ignore[no-any-return]
-        x = input.reshape(rows, input.shape[-1])
+        x = input.reshape(-1, input.shape[-1])
         return torch.ops.warpline.layernorm(x, norm.weight, norm.bias, norm.eps).view(input.shape)  # type: ignore[no-any-return]

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from warpline.config import ROUNDING
 from warpline.errors import ConfigError
-from warpline.hf.gate import DTYPES, FEW_ROWS
+from warpline.hf.gate import DTYPES
 
 #: Roundings of a logit that are allowed, where each layer adds about four like a random walk, and of its last one.
-WALK, LAST = 96, 16
+WALK, LAST = 24, 4
 
 
 def version() -> str:
@@ -159,8 +159,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 def look(model: Any, base: Any) -> Seen:
     """Run the probe: a prompt, one more token behind its cache, and a batch with a padded row."""
     some, context = base.wte.weight, base.wpe.weight.shape[0]
-    length = min(context - 1, FEW_ROWS if some.is_cuda else 24)
-    rows = max(2, -(-FEW_ROWS // length)) if some.is_cuda else 2
+    rows, length = 2, min(context - 1, 256 if some.is_cuda else 24)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(base.wte.weight.shape[0], (rows, length + 1), generator=generator).to(some.device)
     mask = torch.ones_like(ids[:, :-1])
