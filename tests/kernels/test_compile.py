@@ -223,6 +223,16 @@ def test_bf16_is_not_compiled_for_turing() -> None:
     assert LAYERNORM.bytes({"rows": 4, "columns": 8}, "fp16") == 2 * (2 * 32 + 16)
 
 
+def test_only_what_is_touched_counts_as_moved() -> None:
+    last = find("last_residual").bytes({"rows": 3, "length": 1024, "columns": 8}, "fp16")
+    assert last == 3 * 8 * 2 * 3 + 3 * 8  # two rows in and one out for each sequence, and its length
+    few, many = ({"sequences": 1, "capacity": 40, "vocab": 50, "columns": 8, "length": n} for n in (5, 40))
+    found = [find("prompt_embedding").bytes(dims, "fp32") for dims in (few, many)]
+    assert found == [5 * 8 + 3 * 5 * 8 * 4, 40 * 8 + 3 * 40 * 8 * 4]
+    small = {"rows": 9, "columns": 1, "vocab": 2, "places": 3}  # a row asked for twice moves once
+    assert find("embedding").bytes(small, "fp32") == 2 * 9 * 8 + 4 * (2 + 3 + 9)
+
+
 def test_binary_remembers_its_variant(cache: Path) -> None:
     binary: Binary[Variant] = compile_one(variant(), "sm_90")
     assert (binary.program, binary.arch) == (variant(), "sm_90")

@@ -80,8 +80,8 @@ class Buffer:
     #: module's constant memory), or "scratch": zero at first, left zero where it counts, otherwise any value.
     role: str = "input"
     holds: Values = STORAGE
-    #: The dimensions whose extents say how many of its rows are read, if not all are.
-    gathered_by: str | None = None
+    #: The extents of what an op touches of it, if that may be less than all: rows that are looked up, say.
+    touched: tuple[str, ...] | None = None
     #: Four dimensions, of which all but the last may be strided: the device gets a View instead of a pointer.
     strided: bool = False
 
@@ -94,12 +94,9 @@ class Buffer:
         return self.holds.element or dtype
 
     def bytes(self, dims: Dims, dtype: str) -> int:
-        """What a kernel moves of it: everything once, or the rows it gathers."""
-        extents = list(self.shape(dims))
-        if self.gathered_by is not None:
-            wanted = math.prod(dims[name] for name in self.gathered_by.split())
-            extents[0] = min(extents[0], wanted)  # a row asked for twice need not move twice
-        return math.prod(extents) * ELEMENT_BYTES[self.element(dtype)]
+        """What a kernel moves of it: what it touches, once, even if it asks for it twice."""
+        touched = (_extent(name, dims) for name in self.touched or self.dims)
+        return min(math.prod(self.shape(dims)), math.prod(touched)) * ELEMENT_BYTES[self.element(dtype)]
 
     def definition(self, dtype: str, dims: Dims) -> str:
         """The constant memory that holds it."""
@@ -148,9 +145,9 @@ class Absent:
     value: str = "nullptr"
 
 
-def reads(name: str, dims: str, holds: Values = STORAGE, *, gathered_by: str | None = None) -> Buffer:
+def reads(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
     """An input, its dimensions named in one string."""
-    return Buffer(name, tuple(dims.split()), holds=holds, gathered_by=gathered_by)
+    return Buffer(name, tuple(dims.split()), holds=holds, touched=None if touched is None else tuple(touched.split()))
 
 
 def views(name: str, dims: str) -> Buffer:

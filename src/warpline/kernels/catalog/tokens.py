@@ -154,7 +154,7 @@ SAMPLE = KernelSpec(
         reads("logits", "rows vocab"),
         reads("tokens", "rows capacity", index_into("vocab")),
         reads("length", "rows", count_of("capacity")),
-        reads("noise", "rows capacity", BITS),
+        reads("noise", "rows capacity", BITS, touched="rows 1"),
         reads("temperature", "rows", between(-0.3, 1.5)),
         reads("top_k", "rows", count_of("vocab")),
         reads("top_p", "rows", between(0.05, 1.3)),
