@@ -8,6 +8,7 @@ from pathlib import Path
 
 from warpline.bench import charts, report
 from warpline.bench.workloads import WORKLOADS
+from warpline.engine import speeds
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -29,6 +30,19 @@ def machines() -> dict[str, list[report.Row]]:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         found[path.parent.name] = sorted(report.newest(rows), key=place)
     return found
+
+
+def shipped() -> dict[Path, str]:
+    """The files of the package by which `auto` chooses an executor."""
+    found = speeds.of_rows(row for rows in machines().values() for row in rows)
+    return {speeds.shipped_file(gpu): speeds.text(of_gpu) for gpu, of_gpu in found.items()}
+
+
+def ship() -> None:
+    """Write them."""
+    for path, text in shipped().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def drawn() -> dict[str, tuple[charts.Drawing, list[report.Row]]]:

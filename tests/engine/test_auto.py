@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import SMALL
 from warpline.config import ModelConfig, SamplingParams
-from warpline.engine import auto_exec
+from warpline.engine import auto_exec, speeds
 from warpline.engine.executor import choose, create
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.state import Request
@@ -91,6 +91,27 @@ def test_auto_goes_on_with_the_graph_and_says_why(
     reasons = [record for record in caplog.records if record.getMessage().startswith("executor auto → graph")]
     assert [record.levelno for record in reasons] == ([level] if level else [])
     assert all("\n" not in record.getMessage() for record in reasons)
+
+
+@pytest.mark.parametrize(("graph_us", "used"), [(60.0, "graph"), (62.0, "persistent"), (None, "persistent")])
+def test_auto_takes_what_was_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graph_us: float | None, used: str
+) -> None:
+    monkeypatch.setattr(auto_exec, "GraphExecutor", Graph)
+    monkeypatch.setattr(auto_exec, "PersistentExecutor", Persistent)
+    measured = {} if graph_us is None else {"graph": graph_us, "persistent": 61.0}
+    monkeypatch.setattr(speeds, "compared", lambda *_: measured)
+    executor = create("auto", load(SMALL), CPU, "fp32")
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    state = executor.allocate(1, 8)
+    with caplog.at_level(logging.INFO, logger="warpline.engine.auto_exec"):
+        for _ in range(2):
+            state.begin([Request([5, 6], params, 0, 0, 8)])
+            executor.prefill(state)
+            executor.decode(state, 5)
+    assert executor.described == f"auto ({used})"
+    told = [text for text in caplog.messages if "was measured at 60.0 µs, persistent at 61.0" in text]
+    assert len(told) == (used == "graph")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tools import benchmarks, ladders, profiles
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import ladder_report, rows
 from warpline.cli.profile import kept_name
+from warpline.engine import speeds
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.ladder.rung import Ladder
 from warpline.profile import tree
@@ -40,6 +41,12 @@ def test_pictures_are_not_stale() -> None:
     wanted = benchmarks.drawn()
     assert {path.name for path in benchmarks.IMAGES.glob("bench-*.png")} == set(wanted), "run: make readme"
     assert not [name for name, (_, rows) in wanted.items() if benchmarks.is_stale(name, rows)], "run: make readme"
+
+
+def test_shipped_speeds_are_not_stale() -> None:
+    wanted = benchmarks.shipped()
+    assert {*speeds.SHIPPED.glob("*.json")} == {*wanted}, "run: make readme"
+    assert all(path.read_text(encoding="utf-8") == text for path, text in wanted.items()), "run: make readme"
 
 
 def test_climbs_are_not_stale() -> None:

@@ -118,11 +118,22 @@ def _run(
                 rows += found
                 if save is not None:
                     append(save, "bench", found)
+                _remember(found)
                 if not quiet:
                     _print_case(found)
         except KeyboardInterrupt:
             return rows, True
     return rows, False
+
+
+def _remember(rows: list[dict[str, Any]]) -> None:
+    """For `auto`; that it cannot be kept is no reason to stop."""
+    from warpline.engine import speeds
+
+    try:
+        speeds.remember(rows)
+    except ConfigError as error:
+        typer.echo(f"not remembered for --executor auto: {error}", err=True)
 
 
 def _write(

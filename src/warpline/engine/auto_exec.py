@@ -1,5 +1,5 @@
 """The executor that `auto` means on a GPU: one launch for many tokens where few sequences are decoded, a graph where
-many are, and prompts as both do them."""
+many are or where it was measured to be faster, and prompts as both do them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
+from warpline.engine import speeds
 from warpline.engine.executor import Executor
 from warpline.engine.graph_exec import GraphExecutor
 from warpline.engine.persistent_exec import PersistentExecutor
@@ -29,6 +30,8 @@ class AutoExecutor(Executor):
         self._graph = GraphExecutor(weights, device, dtype)
         self._persistent: PersistentExecutor | None = None
         self._most, self._last = 0, ""  # sequences that the persistent one takes; who decoded last
+        self._gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._told: set[int] = set()  # batches for which it was said who is faster
         try:
             self._persistent = PersistentExecutor(weights, device, dtype)
         except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
@@ -47,9 +50,22 @@ class AutoExecutor(Executor):
         """With the one that decoded last."""
         return f"{self.name} ({self._last})" if self._last else self.name
 
+    def _prefers_graph(self, state: State) -> bool:
+        """Whether it was measured to be faster."""
+        us = speeds.compared(self._gpu, self.config, self.dtype, state.batch, state.longest)
+        if not us or us["graph"] >= us["persistent"]:
+            return False
+        if state.batch not in self._told:
+            self._told.add(state.batch)
+            logger.info(
+                "executor auto → graph for %s sequences: a step was measured at %.1f µs, persistent at %.1f",
+                state.batch, us["graph"], us["persistent"],
+            )  # fmt: skip
+        return True
+
     def _for(self, state: State) -> GraphExecutor | PersistentExecutor:
         chosen: GraphExecutor | PersistentExecutor = self._graph
-        if self._persistent is not None and state.batch <= self._most:
+        if self._persistent is not None and state.batch <= self._most and not self._prefers_graph(state):
             try:
                 self._persistent.prepare(state)
                 chosen = self._persistent
@@ -60,7 +76,7 @@ class AutoExecutor(Executor):
         return chosen
 
     def _prefill(self, state: State) -> None:
-        if self._persistent is not None and state.batch <= self._most:
+        if self._persistent is not None and state.batch <= self._most and not self._prefers_graph(state):
             self._persistent.compile_ahead(state)
         self._graph._prefill(state)
 

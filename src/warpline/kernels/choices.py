@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from warpline.errors import ConfigError
+from warpline import store
 from warpline.hardware import cache_dir
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.compile import header_digest
@@ -62,7 +60,7 @@ def shape_class(spec: KernelSpec, dims: Dims) -> str:
         name
         for buffer in spec.inputs + spec.outputs
         if (buffer.holds.element or "fp32").startswith("fp")
-        for name in (buffer.dims[1:] if buffer.gathered_by else buffer.dims)
+        for name in (buffer.dims[1:] if buffer.touched else buffer.dims)
     }
     parts = []
     for name in dims:
@@ -134,19 +132,14 @@ def summary(gpu: str) -> Summary:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def slug(gpu: str) -> str:
-    """A GPU's name as that of a file."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-
-
 def user_file(gpu: str) -> Path:
     """Where the user's choices for `gpu` are."""
-    return cache_dir() / "choices" / f"{slug(gpu)}.json"
+    return cache_dir() / "choices" / f"{store.slug(gpu)}.json"
 
 
 def shipped_file(gpu: str) -> Path:
     """Where the package has its choices for `gpu`, if it has any."""
-    return SHIPPED / f"{slug(gpu)}.json"
+    return SHIPPED / f"{store.slug(gpu)}.json"
 
 
 def read(path: Path, gpu: str) -> list[Choice]:
@@ -178,18 +171,5 @@ def text(gpu: str, choices: Iterable[Choice]) -> str:
 
 def remember(gpu: str, new: Iterable[Choice]) -> Path:
     """Add choices to the user's, in place of older ones for the same; two sweeps at once lose nothing of each other."""
-    import fcntl
-
     path = user_file(gpu)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            merged = {choice.key: choice for choice in (*read(path, gpu), *new)}
-            partial.write_text(text(gpu, merged.values()), encoding="utf-8")
-            partial.replace(path)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"cannot write {path} ({reason}): set WARPLINE_CACHE_DIR to a writable folder") from error
-    return path
+    return store.update(path, lambda: text(gpu, {one.key: one for one in (*read(path, gpu), *new)}.values()))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from warpline.errors import ConfigError
 from warpline.hardware import cache_dir
-from warpline.kernels.choices import slug
+from warpline.store import slug
 from warpline.tune.candidates import Case, Values
 
 logger = logging.getLogger(__name__)
