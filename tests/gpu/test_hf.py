@@ -183,6 +183,7 @@ def test_kernels_never_slow_decoding_down(measured: Any) -> None:
 
 def test_report_prints(measured: Any) -> None:
     report: Report = measured.report
+    print(report, *measured.rows, sep="\n")  # what the speeds above were, for whoever asks (pytest -rP)
     assert "replaced  generate" in str(report)
     assert isinstance(measured.same_tokens, float)
 
