@@ -249,6 +249,8 @@ class EngineConfig:
     window: int | None = None
     #: Sequences decoded together; more prompts than this run in turns.
     max_batch: int = 32
+    #: Threads on a CPU; None takes as many as torch does, and no more than there are cores.
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
@@ -256,3 +258,5 @@ class EngineConfig:
         one_of(self.dtype, ("auto", *WEIGHT_BYTES), "dtype")
         _require_window(self.window)
         _require(_is_int(self.max_batch) and self.max_batch > 0, f"max_batch must be at least 1, not {self.max_batch}")
+        threads = self.threads
+        _require(threads is None or (_is_int(threads) and threads > 0), f"threads must be at least 1, not {threads}")

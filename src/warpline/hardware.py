@@ -192,6 +192,22 @@ def _cpu_count() -> int | None:
     return os.cpu_count()
 
 
+def threads() -> int:
+    """As many as can run at once: what torch uses, and no more than the cores and the quota that this process has."""
+    import torch
+
+    return max(1, min(torch.get_num_threads(), _cpu_count() or 1, _quota()))
+
+
+def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that a container may use, rounded up; without a limit, a large number."""
+    try:
+        allowed, period = path.read_text().split()
+        return -(-int(allowed) // int(period))
+    except (OSError, ValueError):  # no such file, or "max"
+        return 1 << 16
+
+
 def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> float:
     """Read bandwidth of `device` in GB/s over so much memory: the best of several passes of a matrix-vector product and
     of a sum, both torch's own."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from warpline.config import DTYPE_BYTES
+from warpline.config import WEIGHT_BYTES
 from warpline.errors import one_of
 
 
@@ -16,10 +16,11 @@ def export(
         str, typer.Argument(help="A name from 'warpline models', random:…, a folder, a file or a hub id.")
     ],
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
-    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp16",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, or int8 (for Warpline alone).")] = "fp16",
 ) -> None:
-    """Write a model as a Hugging Face folder: config, safetensors, tokenizer. `transformers` loads it as it is."""
-    one_of(dtype, DTYPE_BYTES, "dtype")
+    """Write a model as a Hugging Face folder: config, safetensors, tokenizer. `transformers` loads it as it is, unless
+    its weights are int8."""
+    one_of(dtype, WEIGHT_BYTES, "dtype")
 
     from warpline.model import weights
     from warpline.model.export import export as write

@@ -45,9 +45,10 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
     dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
     executor: Annotated[
-        str, typer.Option(help="auto, torch, and on a GPU persistent, graph or kernels.")
+        str, typer.Option(help="auto, torch, on a CPU cpu, on a GPU persistent, graph or kernels.")
     ] = _ENGINE.executor,
     window: Annotated[int | None, typer.Option(help="Attend to this many positions only.")] = None,
+    threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text while it is generated.")] = True,
 ) -> None:
@@ -65,11 +66,11 @@ def generate(
         n=n,
     )
     # Settings are checked before torch is imported, so that a mistake is answered at once.
-    EngineConfig(device=device, dtype=dtype, window=window)
+    EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
 
     from warpline.engine.engine import LLM
 
-    llm = LLM(model, device=device, dtype=dtype, executor=executor, window=window)
+    llm = LLM(model, device=device, dtype=dtype, executor=executor, window=window, threads=threads)
     if stream and n == 1 and not as_json:
         completions = [_stream(llm, text, params)]
     else:

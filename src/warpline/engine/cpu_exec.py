@@ -12,26 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpline.config import ACTIVATIONS, WEIGHT_BYTES
+from warpline import hardware
+from warpline.config import ACTIVATIONS, KV_DTYPES, WEIGHT_BYTES, ModelConfig
 from warpline.engine.cpu_prompts import CpuPrompts
 from warpline.engine.executor import Executor
 from warpline.engine.sampling import advance
 from warpline.engine.state import State
 from warpline.errors import DeviceError
-from warpline.kernels.cpu import arithmetic
-from warpline.kernels.cpu.decode import MATRICES, SIZES, VECTORS, decode
+from warpline.kernels.cpu import library
+from warpline.kernels.cpu.words import SHARED, Form, Stage, Word
 from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
-#: How elements are seen by compiled code: half precision goes by its bits.
-_SEEN = {torch.float32: torch.float32, torch.float16: torch.int16, torch.bfloat16: torch.uint16, torch.int8: torch.int8}
-_FORMS = {
-    "gelu_tanh": arithmetic.GELU_TANH,
-    "gelu": arithmetic.GELU,
-    "relu": arithmetic.RELU,
-    "silu": arithmetic.SILU,
-    "tanh": arithmetic.TANH,
-}
+#: Pieces into which each thread's share of a product is cut: more are fairer, fewer are cheaper.
+PIECES = 6
 
 
 class Team:
@@ -80,27 +74,24 @@ class CpuExecutor(Executor):
         super().__init__(weights, device, dtype)
         self.chunk = 8
         config, t = weights.config, weights.tensors
-        self._team = Team(threads or torch.get_num_threads())
+        self.threads = threads or hardware.threads()
+        self._program = _program(config, dtype)
+        self._team = Team(self.threads)
         weakref.finalize(self, self._team.close).atexit = False  # a thread must not wake while Python ends
-        self._alone, self._gate, self._turn = threading.Lock(), np.zeros(1, np.int64), 1
-        names = [f"h.{i}.{name}.weight" for i in range(config.n_layer) for name in MATRICES]
-        names += ["wte.weight", "lm_head.weight" if "lm_head.weight" in t else "wte.weight"]
-        self._held = [_seen(t[name]) for name in names]
-        scales = [t[name + SCALE].data_ptr() if name + SCALE in t else 0 for name in names]
+        self._alone = threading.Lock()
         self._prompts = CpuPrompts(weights)
-        self._weights = weights  # whose memory the addresses are of
-        self._kind = self._held[0].ravel()[:0]
-        vectors = [torch.cat([t[f"h.{i}.{name}"].float() for name in VECTORS]) for i in range(config.n_layer)]
-        end = torch.zeros_like(vectors[0])
-        end[: 2 * config.n_embd] = torch.cat([t["ln_f.weight"], t["ln_f.bias"]]).float()
-        self._model = (
-            np.array([a.ctypes.data for a in self._held], np.int64),
-            np.array(scales, np.int64),
-            self._kind,
-            torch.stack([*vectors, end]).numpy(),
-            t["wpe.weight"].float().contiguous().numpy(),
-        )
-        self._scales = np.array([config.attention_scale(i) for i in range(config.n_layer)], np.float32)
+        #: Whose memory the addresses are of.
+        self._tensors = {
+            name: value.float().contiguous() if value.dim() == 1 or name == "wpe.weight" else value
+            for name, value in t.items()
+        }
+        scales = [config.attention_scale(i) for i in range(config.n_layer)]
+        self._settings = np.array([config.layer_norm_epsilon, *scales], np.float32)
+
+    @classmethod
+    def begin(cls, config: ModelConfig, dtype: str) -> None:
+        """Compile, on another core."""
+        _program(config, dtype)
 
     def _prefill(self, state: State) -> None:
         """All but the last token of each prompt together, the last as a step."""
@@ -126,53 +117,115 @@ class CpuExecutor(Executor):
         return {"logits": logits}
 
     def _call(self, state: State, n: int, *, chooses: bool) -> Tensor:
-        config, batch = self.config, state.batch
-        if (key := (self, "rooms", batch)) not in state.kept:
-            state.kept[key] = _Rooms(config.n_embd, config.inner, config.vocab_size, batch)
-        rooms: _Rooms = state.kept[key]
-        numbers = {
-            "width": config.n_embd,
-            "inner": config.inner,
-            "layers": config.n_layer,
-            "heads": config.n_head,
-            "vocab": config.vocab_size,
-            "batch": batch,
-            "window": config.window or 0,
-            "eos": config.eos_number,
-            "activation": _FORMS[ACTIVATIONS[config.activation_function]],
-            "chooses": int(chooses),
-        }
-        sizes = np.array([numbers[name] for name in SIZES], np.int64)
-        fields = [
-            getattr(state, name).numpy()
-            for name in (
-                "tokens", "length", "known", "limit", "min_length", "temperature", "top_k", "top_p", "min_p", "penalty",
-                "noise", "stops_at_eos", "done", "broken",
-            )
-        ]  # fmt: skip
-        cache = _seen(state.cache.k), _seen(state.cache.v)
-        epsilon = np.float32(config.layer_norm_epsilon)
-        given = (sizes, epsilon, self._scales, *self._model, *cache, *fields, *rooms.all)
+        if (key := (self, state.batch)) not in state.kept:
+            state.kept[key] = self._bound(state)
+        call: _Call = state.kept[key]
         with self._alone:  # a team meets for one thing at a time
-            turn = self._turn
-            self._turn = self._team.run(lambda me: decode(me, self._team.size, self._gate, turn, n, *given))
-        return torch.from_numpy(rooms.logits)
+            address = call.begin(n, int((~state.done[: state.batch]).sum()), chooses)
+            function = self._program.function()
+            self._team.run(lambda me: function(me, address))
+        return call.logits
 
+    def _bound(self, state: State) -> _Call:
+        """The words of a call for the batch as it is."""
+        config, batch = self.config, state.batch
+        width, inner, vocab = config.n_embd, config.inner, config.vocab_size
+        x, qkv, heads, hidden, logits, noisy = (
+            torch.zeros(batch, columns) for columns in (width, 3 * width, width, inner, vocab, vocab)
+        )
+        largest = max(width, inner, state.capacity)
+        private = torch.zeros(self.threads, batch * width + largest)
+        marks, settings = torch.zeros(batch, vocab, dtype=torch.uint8), torch.from_numpy(self._settings)
+        stages = []
+        for i in range(config.n_layer):
+            keys, values = state.cache.k[i], state.cache.v[i]
+            stages += [
+                self._product(f"h.{i}.attn.c_attn", Form.STORED, x, qkv, norm=f"h.{i}.ln_1"),
+                _stage(
+                    form=Form.ATTENTION,
+                    pieces=batch * config.n_head,
+                    matrix=keys,
+                    scales=values,
+                    bias=1 + i,
+                    source=qkv,
+                    target=heads,
+                ),
+                self._product(f"h.{i}.attn.c_proj", Form.ADDED, heads, x),
+                self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, x, hidden, norm=f"h.{i}.ln_2"),
+                self._product(f"h.{i}.mlp.c_proj", Form.ADDED, hidden, x),
+            ]
+        head = "lm_head" if "lm_head.weight" in self._tensors else "wte"
+        stages.append(self._product(head, Form.STORED, x, logits, norm="ln_f"))
+        told: dict[Word, Any] = {
+            Word.BATCH: batch,
+            Word.WIDTH: width,
+            Word.HEADS: config.n_head,
+            Word.VOCAB: vocab,
+            Word.CAPACITY: state.capacity,
+            Word.WINDOW: config.window or 0,
+            Word.EOS: config.eos_number,
+            Word.STAGES: len(stages),
+            Word.PRIVATE_SIZE: private.shape[1],
+            Word.EMBEDDING: self._tensors["wte.weight"],
+            Word.EMBEDDING_SCALES: self._tensors.get("wte.weight" + SCALE, 0),
+            Word.PLACES: self._tensors["wpe.weight"],
+            Word.SETTINGS: settings,
+            Word.X: x,
+            Word.LOGITS: logits,
+            Word.NOISY: noisy,
+            Word.MARKS: marks,
+            Word.PRIVATE: private,
+            **{name: getattr(state, name.name.lower()) for name in Word if Word.TOKENS <= name <= Word.BROKEN},
+        }
+        return _Call(told, stages, logits, [*told.values(), qkv, heads, hidden])
 
-class _Rooms:
-    """What a step needs between its stages."""
-
-    def __init__(self, width: int, inner: int, vocab: int, batch: int):
-        self.logits = np.empty((batch, vocab), np.float32)
-        self.all = (
-            *(np.empty((batch, columns), np.float32) for columns in (width, 3 * width, width, inner)),
-            self.logits,
-            np.empty((batch, vocab), np.float32),
-            np.zeros((batch, vocab), np.uint8),
+    def _product(self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None) -> list[int]:
+        t = self._tensors
+        matrix = t[f"{name}.weight"]
+        outputs, inputs = matrix.shape
+        return _stage(
+            form=form,
+            pieces=min(outputs, PIECES * self.threads if self.threads > 1 else 1),
+            matrix=matrix,
+            scales=t.get(f"{name}.weight{SCALE}", 0),
+            bias=t.get(f"{name}.bias", 0),
+            source=source,
+            target=target,
+            inputs=inputs,
+            outputs=outputs,
+            norm=t[f"{norm}.weight"] if norm else 0,
+            norm_bias=t[f"{norm}.bias"] if norm else 0,
         )
 
 
-def _seen(tensor: Tensor) -> np.ndarray:
-    """As compiled code reads it: elements one behind the other."""
-    assert tensor.is_contiguous()
-    return tensor.view(_SEEN[tensor.dtype]).numpy()
+def _program(config: ModelConfig, dtype: str) -> library.Build:
+    return library.build(dtype, KV_DTYPES[dtype], ACTIVATIONS[config.activation_function])
+
+
+class _Call:
+    """What a team is told, in memory that stays where it is."""
+
+    def __init__(self, told: dict[Word, Any], stages: list[list[int]], logits: Tensor, kept: list[Any]):
+        self.logits, self._kept = logits, kept
+        self._shared = torch.zeros(len(SHARED), 16, dtype=torch.int64)  # a word in every other line of the cache
+        told |= dict(zip(SHARED, self._shared, strict=True))
+        self._words = np.array([_word(told.get(name, 0)) for name in Word] + [word for s in stages for word in s])
+
+    def begin(self, steps: int, going: int, chooses: bool) -> int:
+        """Ready for so many steps of so many rows; gives the address."""
+        self._words[Word.STEPS], self._words[Word.CHOOSES] = steps, chooses
+        self._shared.zero_()
+        self._shared[SHARED.index(Word.GOING), 0] = going
+        self._shared[SHARED.index(Word.STOP), 0] = steps if going else 0
+        return int(self._words.ctypes.data)
+
+
+def _stage(**named: Any) -> list[int]:
+    return [_word(named.get(name.name.lower(), 0)) for name in Stage]
+
+
+def _word(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return int(value)
+    assert value.is_contiguous()
+    return value.data_ptr()

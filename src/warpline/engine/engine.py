@@ -49,17 +49,23 @@ class LLM:
         executor: str = "auto",
         window: int | None = None,
         max_batch: int = 32,
+        threads: int | None = None,
     ):
-        asked = EngineConfig(device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch)
+        asked = EngineConfig(
+            device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads
+        )
         one_of(asked.executor, executors.EXECUTORS, "executor")
         self.device = hardware.describe(_torch_device(asked.device))
         torch_device = torch.device(_torch_device(asked.device))
-        self.dtype = _dtype(asked.dtype, self.device)
-        self.model = model
+        if asked.threads is not None:
+            torch.set_num_threads(asked.threads)
+        self.model, config = model, weights.read_config(model)
+        self.dtype = _dtype(asked.dtype, self.device, weights.stored_dtype(model))
+        chosen = executors.choose(asked.executor, torch_device, config, self.dtype)
+        executors.begin(chosen, config, torch_device, self.dtype)
         loaded = weights.load(model, dtype=self.dtype, device=str(torch_device))
         if asked.window is not None:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
-        chosen = executors.choose(asked.executor, torch_device, loaded.config, self.dtype)
         with explained_memory(f"running {model} as {self.dtype}"):
             self.executor = executors.create(chosen, loaded, torch_device, self.dtype)
         self.config = loaded.config
@@ -293,9 +299,9 @@ def _torch_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _dtype(asked: str, device: hardware.Device) -> str:
+def _dtype(asked: str, device: hardware.Device, stored: str | None) -> str:
     if asked == "auto":
-        return "fp16" if device.kind == "cuda" else "fp32"
+        return "fp16" if device.kind == "cuda" else stored or "fp32"
     if not device.supports(asked):
         raise DeviceError(
             f"{device.name} ({device.arch}) cannot compute in {asked}, which needs sm_80: use fp16 or fp32"

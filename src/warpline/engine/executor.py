@@ -44,6 +44,10 @@ class Executor(ABC):
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         self.config, self.device, self.dtype = weights.config, device, dtype
 
+    @classmethod  # noqa: B027 - most have nothing to begin
+    def begin(cls, config: ModelConfig, dtype: str) -> None:
+        """Begin what takes long and needs no weights, which may be loaded meanwhile."""
+
     @property
     def described(self) -> str:
         """Its name, and what it chose where it chooses."""
@@ -90,12 +94,14 @@ class Executor(ABC):
 
 
 def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
-    """Resolve "auto" where nothing is left to choose: int8 has one executor, and elsewhere only torch may run."""
+    """Resolve "auto" where nothing is left to choose: a CPU has an executor of its own, and on some GPUs only torch
+    runs."""
     if name != "auto":
         return name
-    if dtype == "int8":
+    if device.type != "cuda":
+        logger.info("executor auto → cpu: there is no GPU")
         return "cpu"
-    reason = "there is no GPU" if device.type != "cuda" else _reason_for_torch(device, config, dtype)
+    reason = _reason_for_torch(device, config, dtype)
     if reason is None:
         return name
     logger.info("executor auto → torch: %s", reason)
@@ -125,10 +131,20 @@ def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> 
     return None
 
 
-def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
-    """Make the executor called `name`."""
+def _kind(name: str, dtype: str) -> type[Executor]:
     module, _, attribute = EXECUTORS[name].partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
     if dtype not in kind.dtypes:
         raise ConfigError(f"the {name} executor has no {dtype}: use one of {', '.join(kind.dtypes)}, or --executor cpu")
-    return kind(weights, device, dtype)
+    return kind
+
+
+def begin(name: str, config: ModelConfig, device: torch.device, dtype: str) -> None:
+    """Begin what the executor called `name` needs before it has weights."""
+    if device.type == "cpu":
+        _kind(name, dtype).begin(config, dtype)
+
+
+def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
+    """Make the executor called `name`."""
+    return _kind(name, dtype)(weights, device, dtype)

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder that `transformers` loads as it is."""
+"""Write a model as a Hugging Face folder that `transformers` loads as it is; int8 weights are for ourselves alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from warpline.errors import ModelError
+from warpline.model.quantise import MARK, SCALE
 from warpline.model.tokenizer import END_OF_TEXT, FILES
 from warpline.model.weights import Weights, checkpoint
 
@@ -48,7 +49,8 @@ def export(weights: Weights, folder: Path) -> list[Path]:
 
 
 def _fill(folder: Path, weights: Weights) -> None:
-    (folder / "config.json").write_text(json.dumps(weights.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+    described = weights.config.to_hf() | (MARK if "wte.weight" + SCALE in weights.tensors else {})
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     save_file(checkpoint(weights), folder / "model.safetensors", metadata={"format": "pt"})
     own = [path for name in FILES for path in sorted(weights.folder.glob(name))] if weights.folder is not None else []
     for path in own:
@@ -57,5 +59,5 @@ def _fill(folder: Path, weights: Weights) -> None:
         weights.tokenizer().save(folder)
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         length = weights.config.n_positions
-        described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": length, **special}
-        (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")
+        told = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": length, **special}
+        (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=2) + "\n")

@@ -7,12 +7,14 @@ Vectors and the position embedding stay in float32: they are a thousandth of the
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from warpline.errors import ModelError
 from warpline.model.parameters import is_quantised
 
 if TYPE_CHECKING:
@@ -20,7 +22,60 @@ if TYPE_CHECKING:
 
 #: Behind the name of a matrix whose codes are stored.
 SCALE = ".scale"
+#: What a config.json says of files that hold such weights; transformers refuses what it does not know.
+MARK = {"quantization_config": {"quant_method": "warpline-int8"}}
 _LARGEST = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix as it is kept: row = codes * scale."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return tuple(self.codes.shape)
+
+    def numel(self) -> int:
+        """As a tensor's."""
+        return self.codes.numel()
+
+    def plain(self) -> Tensor:
+        """In float32."""
+        return self.codes.float() * self.scale[:, None]
+
+
+def is_marked(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is of files with int8 weights; another kind of quantisation is nobody's here."""
+    told = raw.get("quantization_config")
+    if told is not None and told != MARK["quantization_config"]:
+        kind = told.get("quant_method", told) if isinstance(told, dict) else told
+        raise ModelError(
+            f"its config.json names a quantisation that Warpline does not read ({kind}): use plain weights"
+        )
+    return told is not None
+
+
+def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Packed]]:
+    """The tensors of such a file: codes with their scales, the rest as it is."""
+    waiting: dict[str, Tensor] = {}
+    for name, value in source:
+        matrix = name.removesuffix(SCALE)
+        if value.dtype != torch.int8 and matrix == name:
+            yield name, value
+        elif matrix in waiting:
+            codes, scale = (waiting[matrix], value) if value.dtype != torch.int8 else (value, waiting[matrix])
+            if codes.dtype != torch.int8 or codes.dim() != 2 or scale.shape != codes.shape[:1]:
+                raise ModelError(f"{matrix} and its scales do not fit together: export the model again")
+            yield matrix, Packed(codes, scale.float())
+            del waiting[matrix]
+        else:
+            waiting[matrix] = value
+    if waiting:
+        raise ModelError(f"{next(iter(waiting))} has codes or scales alone: export the model again")
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,9 +86,11 @@ def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return codes.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scale
 
 
-def place(tensors: dict[str, Tensor], name: str, value: Tensor) -> None:
+def place(tensors: dict[str, Tensor], name: str, value: Tensor | Packed) -> None:
     """A parameter among int8 weights: codes and scales, or float32."""
-    if is_quantised(name):
+    if isinstance(value, Packed):
+        tensors[name], tensors[name + SCALE] = value.codes.contiguous(), value.scale.contiguous()
+    elif is_quantised(name):
         tensors[name], tensors[name + SCALE] = quantise(value)
     else:
         tensors[name] = torch.empty(value.shape).copy_(value)

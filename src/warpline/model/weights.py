@@ -23,7 +23,7 @@ from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
-from warpline.model.quantise import place
+from warpline.model.quantise import Packed, is_marked, paired, place
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
@@ -62,6 +62,14 @@ def read_config(model: str) -> ModelConfig:
         return random_config(model.removeprefix("random:"))[0]
     path = _located(model)
     return _config_beside(path) if path.is_file() else ModelConfig.from_hf(_read_json(path / "config.json"), str(path))
+
+
+def stored_dtype(model: str) -> str | None:
+    """ "int8" if that is what the model's files hold; other dtypes are converted as one likes."""
+    if model.startswith("random:"):
+        return None
+    path = _located(model)
+    return "int8" if is_marked(_read_json((path.parent if path.is_file() else path) / "config.json")) else None
 
 
 def _load(model: str, *target: Any) -> Weights:
@@ -181,7 +189,8 @@ def _from_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
     else:
         wanted = ", ".join(path.name for path in (single, index, pickled))
         raise ModelError(f"{folder} holds no weights: one of {wanted} is needed")
-    return Weights(name, config, _collect(source, config, str(folder), device, dtype), folder)
+    found: Iterator[tuple[str, Tensor | Packed]] = paired(source) if is_marked(raw) else source
+    return Weights(name, config, _collect(found, config, str(folder), device, dtype), folder)
 
 
 def _shards(index: Path) -> list[str]:
@@ -201,8 +210,9 @@ def _config_beside(path: Path) -> ModelConfig:
 
 
 def _from_file(path: Path, device: torch.device, dtype: torch.dtype) -> Weights:
-    config = _config_beside(path)
-    tensors = _collect(_safetensors([path]), config, str(path), device, dtype)
+    config, source = _config_beside(path), _safetensors([path])
+    found: Iterator[tuple[str, Tensor | Packed]] = paired(source) if stored_dtype(str(path)) else source
+    tensors = _collect(found, config, str(path), device, dtype)
     return Weights(str(path), config, tensors, path.parent)
 
 
@@ -246,7 +256,11 @@ def _pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _collect(
-    source: Iterator[tuple[str, Tensor]], config: ModelConfig, where: str, device: torch.device, dtype: torch.dtype
+    source: Iterator[tuple[str, Tensor | Packed]],
+    config: ModelConfig,
+    where: str,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Canonical names and layouts; what is missing, unknown or misshaped is named."""
     shapes = parameters.shapes(config)
@@ -262,10 +276,12 @@ def _collect(
                 problems.append(f"unknown tensor {stored_name}")
                 continue
             seen.add(name)
-            transposed = name.endswith(parameters.CONV1D)
+            transposed = name.endswith(parameters.CONV1D) and not isinstance(stored, Packed)
             expected = shapes[name][::-1] if transposed else shapes[name]
             if tuple(stored.shape) != expected:
                 problems.append(f"{stored_name} is {_shape(stored.shape)}, expected {_shape(expected)}")
+            elif isinstance(stored, Packed):
+                _place(tensors, name, stored, device, dtype)
             elif not stored.is_floating_point():
                 problems.append(f"{stored_name} is {stored.dtype}, not floating point")
             else:
@@ -278,10 +294,13 @@ def _collect(
     return tensors
 
 
-def _place(tensors: dict[str, Tensor], name: str, value: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+def _place(
+    tensors: dict[str, Tensor], name: str, value: Tensor | Packed, device: torch.device, dtype: torch.dtype
+) -> None:
     """One fresh, contiguous tensor, whatever the layout, dtype or mapping was; of a matrix in int8 codes and scales."""
     if dtype != torch.int8:
-        tensors[name] = torch.empty(value.shape, device=device, dtype=dtype).copy_(value)
+        plain = value.plain() if isinstance(value, Packed) else value
+        tensors[name] = torch.empty(plain.shape, device=device, dtype=dtype).copy_(plain)
     else:
         place(tensors, name, value)
 
@@ -291,11 +310,11 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def checkpoint(weights: Weights) -> dict[str, Tensor]:
-    """The tensors as a checkpoint stores them: "transformer." in front, matrices transposed."""
+    """The tensors as a checkpoint stores them: "transformer." in front, matrices transposed unless they are int8."""
     result: dict[str, Tensor] = {}
     for name, value in weights.tensors.items():
-        stored = value.t() if name.endswith(parameters.CONV1D) else value
-        prefix = "" if name == "lm_head.weight" else "transformer."
+        stored = value.t() if name.endswith(parameters.CONV1D) and value.dtype != torch.int8 else value
+        prefix = "" if name.startswith("lm_head.") else "transformer."
         result[prefix + name] = stored.contiguous()
     return result
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from warpline.kernels.cpu.intrinsics import Number, as_bits, as_float, load, pointer
+from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float, erf, load
 
 _ONE = np.float32(1)
 
 
-@njit(inline="always")
+@njit(**INNER)
 def exp(x: Number) -> Number:
     """e to the x, to a relative error of 2e-7; very small ones are 2^-126."""
     t = min(max(np.float32(x) * np.float32(1.4426950408889634), np.float32(-126)), np.float32(126))
@@ -27,7 +27,7 @@ def exp(x: Number) -> Number:
     return (p * r + _ONE) * as_float((whole + np.int32(127)) << np.int32(23))
 
 
-@njit(inline="always")
+@njit(**INNER)
 def log(x: Number) -> Number:
     """The natural logarithm of a normal positive number, to a few units in the last place."""
     bits = as_bits(np.float32(x))
@@ -48,7 +48,7 @@ def log(x: Number) -> Number:
     return f + (p * f * square - np.float32(0.5) * square) + np.float32(exponent) * np.float32(0.6931471805599453)
 
 
-@njit(cache=True, fastmath=True, error_model="numpy")
+@njit(**INNER, fastmath=True)
 def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
     """The product of a stored row and a vector."""
     total = np.float32(0)
@@ -57,7 +57,7 @@ def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
     return total
 
 
-@njit(cache=True, fastmath=True, error_model="numpy")
+@njit(**INNER, fastmath=True)
 def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Number, y: np.ndarray) -> None:
     """LayerNorm of a row."""
     count = len(x)
@@ -73,60 +73,56 @@ def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Numb
         y[i] = (x[i] - mean) * inverse * weight[i] + bias[i]
 
 
-#: What becomes of a product: stored, through an activation, or added to what is there.
-STORED, ADDED, GELU_TANH, GELU, RELU, SILU, TANH = range(7)
-
-
-@njit(inline="always")
+@njit(**INNER)
 def _sigmoid(x: Number) -> Number:
     return _ONE / (_ONE + exp(-x))
 
 
-@njit(cache=True, error_model="numpy")
-def activated(x: Number, form: int) -> Number:
-    """One of the activations."""
-    if form == GELU_TANH:  # x (1 + tanh u) / 2 is x sigmoid(2u)
-        return x * _sigmoid(np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x))
-    if form == GELU:
-        return np.float32(0.5) * x * np.float32(1 + math.erf(x * 0.7071067811865476))
-    if form == RELU:
-        return max(x, np.float32(0))
-    if form == SILU:
-        return x * _sigmoid(x)
+@njit(**INNER)
+def _gelu_tanh(x: Number) -> Number:  # x (1 + tanh u) / 2 is x sigmoid(2u)
+    return x * _sigmoid(np.float32(1.5957691216057308) * (x + np.float32(0.044715) * x * x * x))
+
+
+@njit(**INNER)
+def _gelu(x: Number) -> Number:
+    return np.float32(0.5) * x * np.float32(1 + erf(np.float64(x) * 0.7071067811865476))
+
+
+@njit(**INNER)
+def _relu(x: Number) -> Number:
+    return max(x, np.float32(0))
+
+
+@njit(**INNER)
+def _silu(x: Number) -> Number:
+    return x * _sigmoid(x)
+
+
+@njit(**INNER)
+def _tanh(x: Number) -> Number:
     return np.float32(2) * _sigmoid(np.float32(2) * x) - _ONE
 
 
-@njit(cache=True, fastmath=True, error_model="numpy")
+#: Under the names of `config.ACTIVATIONS`.
+ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "silu": _silu, "tanh": _tanh}
+
+
+@njit(**INNER, fastmath=True)
 def multiply(
-    matrix: int,
-    scales: int,
-    kind: np.ndarray,
-    single: np.ndarray,
-    bias: np.ndarray,
-    x: np.ndarray,
-    y: np.ndarray,
-    first: int,
-    last: int,
-    form: int,
-    row: np.ndarray,
-) -> None:
-    """Outputs `first` to `last` of a product: y = x matrix^T * scale + bias, for every row of x. `matrix` and `scales`
-    are addresses of what `kind` and `single` are arrays of; without scales that is 0. For several rows of x a row of
-    the matrix is converted once, into `row`."""
+    matrix: np.ndarray, scales: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray, first: int, last: int,
+    adds: bool, row: np.ndarray,
+) -> None:  # fmt: skip
+    """Outputs `first` to `last` of a product for every row of x: x matrix^T * scale + bias, where there are scales and
+    biases; stored in y or added to it. For several rows of x a row of the matrix is converted once, into `row`."""
     rows, inputs = x.shape
-    stored = carray(pointer(matrix, kind), (last * inputs,))
     for output in range(first, last):
-        here = stored[output * inputs : output * inputs + inputs]
-        scale = _ONE if scales == 0 else carray(pointer(scales, single), (last,))[output]
+        here = matrix[output * inputs : output * inputs + inputs]
+        scale = scales[output] if len(scales) > 0 else _ONE
+        base = bias[output] if len(bias) > 0 else np.float32(0)
         if rows > 1:
             for i in range(inputs):
                 row[i] = load(here[i])
         for r in range(rows):
             total = dot(here, x[r], inputs) if rows == 1 else dot(row, x[r], inputs)
-            value = total * scale + bias[output]
-            if form == ADDED:
-                y[r, output] += value
-            elif form == STORED:
-                y[r, output] = value
-            else:
-                y[r, output] = activated(value, form)
+            value = total * scale + base
+            y[r, output] = y[r, output] + value if adds else value

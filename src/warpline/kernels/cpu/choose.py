@@ -13,12 +13,14 @@ import numpy as np
 from numba import njit
 
 from warpline.kernels.cpu.arithmetic import exp, log
-from warpline.kernels.cpu.intrinsics import Number
+from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float
 
+#: Sums in any order, but infinities and what is no number keep their meaning.
+_FINITE_OR_NOT = {"nsz", "arcp", "contract", "afn", "reassoc"}
 _LOWEST = np.float32(-np.inf)
 
 
-@njit(inline="always")
+@njit(**INNER)
 def _gumbel(key: int, token: int) -> Number:
     """The noise of kernels/noise.py."""
     # Compiled code computes in 64 bits unless it is told to forget the upper half.
@@ -33,7 +35,7 @@ def _gumbel(key: int, token: int) -> Number:
     return -log(exponential)
 
 
-@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+@njit(**INNER, fastmath=_FINITE_OR_NOT)
 def _largest(scores: np.ndarray) -> int:
     """Where it is, and of equals the first."""
     top = scores[0]
@@ -45,7 +47,7 @@ def _largest(scores: np.ndarray) -> int:
     return 0
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**INNER)
 def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
     """A value that k scores exceed, or if several are equal there, no more than must: found by halving."""
     low, high = np.float32(largest - 1), np.float32(largest)
@@ -64,7 +66,7 @@ def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
             low = middle
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**INNER)
 def _above(scores: np.ndarray, bar: Number) -> Number:
     count = np.int32(0)
     for i in range(len(scores)):
@@ -72,7 +74,7 @@ def _above(scores: np.ndarray, bar: Number) -> Number:
     return count
 
 
-@njit(cache=True, fastmath={"nsz", "arcp", "contract", "afn", "reassoc"})
+@njit(**INNER, fastmath=_FINITE_OR_NOT)
 def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     total = np.float32(0)
     for i in range(len(scores)):
@@ -81,7 +83,15 @@ def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     return total
 
 
-@njit(cache=True, error_model="numpy")
+@njit(**INNER)
+def _below(x: Number) -> Number:
+    """The next smaller number."""
+    if x == 0:
+        return np.float32(-1.4e-45)
+    return as_float(as_bits(x) + np.int32(1 if x < 0 else -1))
+
+
+@njit(**INNER)
 def choose(
     scores: np.ndarray,
     noisy: np.ndarray,
@@ -117,7 +127,7 @@ def choose(
         bar = _least_of(scores, largest, top_k)
     total = _mass_above(scores, bar, largest) if top_p < 1 else np.float32(0)
     if min_p > 0:
-        bar = max(bar, np.nextafter(np.float32(largest + np.float32(math.log(min_p))), _LOWEST))
+        bar = max(bar, _below(np.float32(largest + np.float32(math.log(min_p)))))
     for i in range(len(scores)):
         noisy[i] = scores[i] + _gumbel(key, i)
     while True:

@@ -1,42 +1,83 @@
-"""Many tokens in one call: every thread of a team runs this function, and they meet at barriers.
+"""Many tokens in one call: every thread of a team runs this function, and they share the work of each stage.
 
-Each output of a product is one thread's, summed in one order, so results do not depend on who was faster, nor on how
-many threads there are. LayerNorm is done by every thread for itself, which saves a barrier.
+The work of a stage is cut into pieces that any thread may take. A stage has ended when its pieces have, so nobody waits
+for a thread that the system has put aside, unless it holds a piece; such a one finds nothing to do until it has caught
+up. Each output of a product is computed by one thread in one order, so results depend neither on who took it nor on how
+many threads there are. LayerNorm is done by every thread that needs it for itself, which saves a stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from warpline.kernels.cpu.arithmetic import ADDED, STORED, dot, exp, multiply, normalise
+from warpline.kernels.cpu.arithmetic import ACTIVATIONS, dot, exp, multiply, normalise
 from warpline.kernels.cpu.choose import choose
-from warpline.kernels.cpu.intrinsics import Number, load, meet, pointer, store
-
-#: The numbers that a call is given, in order.
-SIZES = (
-    "width", "inner", "layers", "heads", "vocab", "batch", "window", "eos", "activation", "chooses",
+from warpline.kernels.cpu.intrinsics import (
+    INNER,
+    Number,
+    added,
+    array,
+    exchanged,
+    load,
+    matrix,
+    seen,
+    sleep,
+    store,
+    wake,
 )  # fmt: skip
-#: The matrices of a layer, in the order of their addresses; behind all layers come the token embedding and the head.
-MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-#: The vectors of a layer, one behind the other.
-VECTORS = (
-    "ln_1.weight", "ln_1.bias", "attn.c_attn.bias", "attn.c_proj.bias",
-    "ln_2.weight", "ln_2.bias", "mlp.c_fc.bias", "mlp.c_proj.bias",
-)  # fmt: skip
+from warpline.kernels.cpu.words import Form, Stage, Word
+
+#: Times that a thread looks before it sleeps: some 30 µs.
+PATIENCE = 15_000
+
+_SINGLE, _WHOLE, _FLAG = np.float32, np.int64, np.uint8
+_WORDS, _STAGE = len(Word), len(Stage)
 
 
-@njit(cache=True, fastmath=True, error_model="numpy")
+@njit(**INNER)
+def taken(at: np.ndarray, end: int) -> int:
+    """The number of a piece below `end` that nobody else has, or -1."""
+    while True:
+        piece = seen(at[Word.NEXT])
+        if piece >= end:
+            return -1
+        if exchanged(at[Word.NEXT], piece, piece + 1):
+            return piece
+
+
+@njit(**INNER)
+def finished(at: np.ndarray, end: int) -> None:
+    """A piece has ended; the last one of a stage wakes who waits for it."""
+    if added(at[Word.ENDED], 1) == end and seen(at[Word.ASLEEP]) > 0:
+        wake(at[Word.ENDED])
+
+
+@njit(**INNER)
+def wait(at: np.ndarray, end: int) -> None:
+    """Until all pieces below `end` have ended."""
+    looks = 0
+    while True:
+        now = seen(at[Word.ENDED])
+        if now >= end:
+            return
+        looks += 1
+        if looks > PATIENCE:
+            added(at[Word.ASLEEP], 1)
+            now = seen(at[Word.ENDED])
+            if now < end:
+                sleep(at[Word.ENDED], now)
+            added(at[Word.ASLEEP], -1)
+
+
+@njit(**INNER, fastmath=True)
 def attend(
-    q: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    first: int,
-    last: int,
-    scale: Number,
-    scores: np.ndarray,
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, last: int, scale: Number, scores: np.ndarray,
     y: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """One head of one sequence: its query over the slots from `first` to `last`."""
     depth = len(q)
     top = np.float32(-3e38)
@@ -55,114 +96,153 @@ def attend(
             y[d] += weight * load(row[d])
 
 
-@njit(cache=True, error_model="numpy")
-def append(
-    row: int, chosen: int, finite: bool, tokens: np.ndarray, length: np.ndarray, known: np.ndarray, limit: np.ndarray,
-    stops: np.ndarray, done: np.ndarray, broken: np.ndarray, eos: int,
-) -> None:  # fmt: skip
+@njit(**INNER)
+def number(address: int, i: int) -> Number:
+    """One of several float32."""
+    return array(address, _SINGLE, i + 1)[i]
+
+
+@njit(**INNER)
+def whole(address: int, i: int) -> int:
+    """One of several int64."""
+    return array(address, _WHOLE, i + 1)[i]
+
+
+@njit(**INNER)
+def append(at: np.ndarray, b: int, step: int) -> None:
     """The end of a row's step, as `State` describes it."""
-    at = length[row]
-    if at >= known[row]:
-        tokens[row, at] = chosen
-    length[row] = at + 1
+    vocab, batch, capacity, eos = at[Word.VOCAB], at[Word.BATCH], at[Word.CAPACITY], at[Word.EOS]
+    logits = matrix(at[Word.LOGITS], _SINGLE, batch, vocab)[b]
+    noisy, marks = matrix(at[Word.NOISY], _SINGLE, batch, vocab)[b], matrix(at[Word.MARKS], _FLAG, batch, vocab)[b]
+    tokens = matrix(at[Word.TOKENS], _WHOLE, batch, capacity)[b]
+    stops = array(at[Word.STOPS_AT_EOS], _FLAG, batch)[b] != 0
+    place, finite = whole(at[Word.LENGTH], b), True
+    for i in range(vocab):
+        finite &= np.isfinite(logits[i])
     if not finite:
-        broken[row] = True
-    if (tokens[row, at] == eos and stops[row]) or at + 1 >= limit[row]:
-        done[row] = True
+        array(at[Word.BROKEN], _FLAG, batch)[b] = 1
+    banned = eos if stops and place < whole(at[Word.MIN_LENGTH], b) else -1
+    key = matrix(at[Word.NOISE], np.int32, batch, capacity)[b, min(place, capacity - 1)]
+    temperature, top_k, penalty = number(at[Word.TEMPERATURE], b), whole(at[Word.TOP_K], b), number(at[Word.PENALTY], b)
+    top_p, min_p = number(at[Word.TOP_P], b), number(at[Word.MIN_P], b)
+    chosen = choose(logits, noisy, tokens[:place], marks, banned, temperature, top_k, top_p, min_p, penalty, key)
+    if place >= whole(at[Word.KNOWN], b):
+        tokens[place] = chosen
+    array(at[Word.LENGTH], _WHOLE, batch)[b] = place + 1
+    if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT], b):
+        array(at[Word.DONE], _FLAG, batch)[b] = 1
+        if added(at[Word.GOING], -1) == 0:
+            array(at[Word.STOP], _WHOLE, 1)[0] = step + 1  # seen by all when this piece has ended
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def decode(
-    me: int, team: int, gate: np.ndarray, turn: int, steps: int,
-    sizes: np.ndarray, epsilon: Number, scales_of_layers: np.ndarray,
-    matrices: np.ndarray, scales: np.ndarray, kind: np.ndarray, vectors: np.ndarray, places: np.ndarray,
-    k: np.ndarray, v: np.ndarray,
-    tokens: np.ndarray, length: np.ndarray, known: np.ndarray, limit: np.ndarray, least: np.ndarray,
-    temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, penalty: np.ndarray,
-    noise: np.ndarray, stops: np.ndarray, done: np.ndarray, broken: np.ndarray,
-    x: np.ndarray, qkv: np.ndarray, heads_out: np.ndarray, hidden: np.ndarray, logits: np.ndarray, noisy: np.ndarray,
-    seen: np.ndarray,
-) -> int:  # fmt: skip
-    """Up to `steps` steps of the rows that are not done, ending with logits alone where `chooses` is 0. Every thread of
-    the team calls it with its own number; returns the turn that the gate has come to."""
-    width, inner, layers, heads, vocab, batch = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
-    window, eos, activation, chooses = sizes[6], sizes[7], sizes[8], sizes[9]
-    depth = width // heads
-    normal = np.empty((batch, width), np.float32)
-    row = np.empty(max(width, inner), np.float32)
-    scores = np.empty(k.shape[3], np.float32)
-    single = places[0]
-    none = np.zeros(vocab, np.float32)
-    embedding = carray(pointer(matrices[4 * layers], kind), (vocab * width,))
-    for _ in range(steps):
-        going = False
-        for b in range(batch):
-            going |= not done[b]
-        turn = meet(gate, turn, team)  # everybody has seen who goes on
-        if not going:
-            break
-        for b in range(me, batch, team):
-            position = length[b] - 1
-            token = tokens[b, position]
-            scale = np.float32(1)
-            if scales[4 * layers] != 0:
-                scale = carray(pointer(scales[4 * layers], single), (vocab,))[token]
-            here = embedding[token * width : token * width + width]
-            for i in range(width):
-                x[b, i] = load(here[i]) * scale + places[position, i]
-        turn = meet(gate, turn, team)
-        for layer in range(layers):
-            of, at = 4 * layer, vectors[layer]
-            b1 = 2 * width  # where biases begin, in the order of VECTORS
-            b2 = b1 + 3 * width
-            n2 = b2 + width
-            b3 = n2 + 2 * width
-            b4 = b3 + inner
-            for b in range(batch):
-                normalise(x[b], at[:width], at[width:b1], epsilon, normal[b])
-            multiply(matrices[of], scales[of], kind, single, at[b1:b2], normal, qkv,
-                     3 * width * me // team, 3 * width * (me + 1) // team, STORED, row)  # fmt: skip
-            turn = meet(gate, turn, team)
-            for item in range(me, batch * heads, team):
-                b, head = item // heads, item % heads
-                position, column = length[b] - 1, head * depth
-                keys, values = k[layer, b, head], v[layer, b, head]
-                for d in range(depth):
-                    store(keys[position], d, qkv[b, width + column + d])
-                    store(values[position], d, qkv[b, 2 * width + column + d])
-                first = max(0, position + 1 - window) if window > 0 else 0
-                attend(qkv[b, column : column + depth], keys, values, first, position + 1, scales_of_layers[layer],
-                       scores, heads_out[b, column : column + depth])  # fmt: skip
-            turn = meet(gate, turn, team)
-            multiply(matrices[of + 1], scales[of + 1], kind, single, at[b2:n2], heads_out, x,
-                     width * me // team, width * (me + 1) // team, ADDED, row)  # fmt: skip
-            turn = meet(gate, turn, team)
-            for b in range(batch):
-                normalise(x[b], at[n2 : n2 + width], at[n2 + width : b3], epsilon, normal[b])
-            multiply(matrices[of + 2], scales[of + 2], kind, single, at[b3:b4], normal, hidden,
-                     inner * me // team, inner * (me + 1) // team, activation, row)  # fmt: skip
-            turn = meet(gate, turn, team)
-            multiply(matrices[of + 3], scales[of + 3], kind, single, at[b4 : b4 + width], hidden, x,
-                     width * me // team, width * (me + 1) // team, ADDED, row)  # fmt: skip
-            turn = meet(gate, turn, team)
-        last = vectors[layers]
-        for b in range(batch):
-            normalise(x[b], last[:width], last[width : 2 * width], epsilon, normal[b])
-        multiply(matrices[4 * layers + 1], scales[4 * layers + 1], kind, single, none, normal, logits,
-                 vocab * me // team, vocab * (me + 1) // team, STORED, row)  # fmt: skip
-        turn = meet(gate, turn, team)
-        if chooses == 0:
-            continue
-        for b in range(me, batch, team):
-            if done[b]:
-                continue
-            finite = True
-            for i in range(vocab):
-                finite &= np.isfinite(logits[b, i])
-            banned = eos if stops[b] and length[b] < least[b] else -1
-            key = noise[b, min(length[b], noise.shape[1] - 1)]
-            token = choose(logits[b], noisy[b], tokens[b, : length[b]], seen[b], banned,
-                           temperature[b], top_k[b], top_p[b], min_p[b], penalty[b], key)  # fmt: skip
-            append(b, token, finite, tokens, length, known, limit, stops, done, broken, eos)
-        turn = meet(gate, turn, team)
-    return turn
+def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], None]:
+    """The function for weights and a cache of numpy's types `stored` and `cached`."""
+    activated, cell = ACTIVATIONS[activation], np.dtype(cached).itemsize
+
+    @njit(**INNER)
+    def embed(at: np.ndarray, b: int) -> None:
+        width, vocab = at[Word.WIDTH], at[Word.VOCAB]
+        position = whole(at[Word.LENGTH], b) - 1
+        token = matrix(at[Word.TOKENS], _WHOLE, at[Word.BATCH], at[Word.CAPACITY])[b, position]
+        scale = np.float32(1)
+        if at[Word.EMBEDDING_SCALES] != 0:
+            scale = number(at[Word.EMBEDDING_SCALES], token)
+        here = array(at[Word.EMBEDDING], stored, vocab * width)[token * width : token * width + width]
+        place = array(at[Word.PLACES], _SINGLE, (position + 1) * width)[position * width : position * width + width]
+        x = matrix(at[Word.X], _SINGLE, at[Word.BATCH], width)[b]
+        for i in range(width):
+            x[i] = load(here[i]) * scale + place[i]
+
+    @njit(**INNER)
+    def product(at: np.ndarray, stage: np.ndarray, piece: int, x: np.ndarray, row: np.ndarray) -> None:
+        outputs, form = stage[Stage.OUTPUTS], stage[Stage.FORM]
+        first, last = outputs * piece // stage[Stage.PIECES], outputs * (piece + 1) // stage[Stage.PIECES]
+        weights = array(stage[Stage.MATRIX], stored, outputs * stage[Stage.INPUTS])
+        scales = array(stage[Stage.SCALES], _SINGLE, outputs if stage[Stage.SCALES] != 0 else 0)
+        bias = array(stage[Stage.BIAS], _SINGLE, outputs if stage[Stage.BIAS] != 0 else 0)
+        y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.BATCH], outputs)
+        multiply(weights, scales, bias, x, y, first, last, form == Form.ADDED, row)
+        if form == Form.ACTIVATED:
+            for b in range(len(y)):
+                here = y[b]
+                for i in range(first, last):
+                    here[i] = activated(here[i])
+
+    @njit(**INNER)
+    def attention(at: np.ndarray, stage: np.ndarray, piece: int, scores: np.ndarray) -> None:
+        heads, width, capacity = at[Word.HEADS], at[Word.WIDTH], at[Word.CAPACITY]
+        depth = width // heads
+        b, head = piece // heads, piece % heads
+        position = whole(at[Word.LENGTH], b) - 1
+        begin = (b * heads + head) * capacity * depth * cell
+        keys = matrix(stage[Stage.MATRIX] + begin, cached, capacity, depth)
+        values = matrix(stage[Stage.SCALES] + begin, cached, capacity, depth)
+        qkv = matrix(stage[Stage.SOURCE], _SINGLE, at[Word.BATCH], 3 * width)[b]
+        column = head * depth
+        for d in range(depth):
+            store(keys[position], d, qkv[width + column + d])
+            store(values[position], d, qkv[2 * width + column + d])
+        window = at[Word.WINDOW]
+        first = max(0, position + 1 - window) if window > 0 else 0
+        y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.BATCH], width)[b]
+        scale = number(at[Word.SETTINGS], stage[Stage.BIAS])
+        attend(
+            qkv[column : column + depth], keys, values, first, position + 1, scale, scores, y[column : column + depth]
+        )
+
+    @njit(**INNER)
+    def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
+        """The pieces of a stage that nobody else takes."""
+        batch, width = at[Word.BATCH], at[Word.WIDTH]
+        row = array(private + 4 * batch * width, _SINGLE, at[Word.PRIVATE_SIZE] - batch * width)
+        normal = matrix(private, _SINGLE, batch, width)
+        x = matrix(stage[Stage.SOURCE], _SINGLE, batch, stage[Stage.INPUTS])
+        normalised = stage[Stage.NORM] == 0
+        piece = taken(at, end)
+        while piece >= 0:
+            if stage[Stage.FORM] == Form.ATTENTION:
+                attention(at, stage, piece - base, row)
+            else:
+                if not normalised:
+                    weight = array(stage[Stage.NORM], _SINGLE, width)
+                    bias = array(stage[Stage.NORM_BIAS], _SINGLE, width)
+                    epsilon = number(at[Word.SETTINGS], 0)
+                    for b in range(batch):
+                        normalise(x[b], weight, bias, epsilon, normal[b])
+                    x, normalised = normal, True
+                product(at, stage, piece - base, x, row)
+            finished(at, end)
+            piece = taken(at, end)
+        wait(at, end)
+
+    def decode(me: int, words: int) -> None:
+        """Up to `steps` steps of the rows that are not done. Every thread of the team calls it with its own number."""
+        at = array(words, _WHOLE, _WORDS)
+        batch, private = at[Word.BATCH], at[Word.PRIVATE] + 4 * me * at[Word.PRIVATE_SIZE]
+        stages = matrix(words + 8 * _WORDS, _WHOLE, at[Word.STAGES], _STAGE)
+        base = 0  # pieces before the stage
+        for step in range(at[Word.STEPS]):
+            if seen(at[Word.STOP]) <= step:
+                break
+            piece = taken(at, base + batch)
+            while piece >= 0:
+                embed(at, piece - base)
+                finished(at, base + batch)
+                piece = taken(at, base + batch)
+            wait(at, base + batch)
+            base += batch
+            for number in range(at[Word.STAGES]):
+                stage = stages[number]
+                staged(at, stage, base, base + stage[Stage.PIECES], private)
+                base += stage[Stage.PIECES]
+            if at[Word.CHOOSES] != 0:
+                piece = taken(at, base + batch)
+                while piece >= 0:
+                    if array(at[Word.DONE], _FLAG, batch)[piece - base] == 0:
+                        append(at, piece - base, step)
+                    finished(at, base + batch)
+                    piece = taken(at, base + batch)
+                wait(at, base + batch)
+                base += batch
+
+    return decode

@@ -1,10 +1,13 @@
-"""What numba has no word for: memory by its address, a barrier for threads, the bits of a number.
+"""What numba has no word for: memory by its address, atomic words and sleeping on them, the bits of a number.
 
-Everything here becomes LLVM instructions or calls by name, so that what uses it can be kept on disk.
+Everything here becomes LLVM instructions or calls of the C library by name, so that compiled code needs nothing of
+numba when it is loaded again.
 """
 
 from __future__ import annotations
 
+import platform
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,45 +15,107 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import populate_array
 
-_INT32, _INT64, _FLOAT, _HALF = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+_INT32, _INT64, _FLOAT, _DOUBLE, _HALF = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType(), ir.HalfType()
 #: float32, in compiled code.
 Number = Any
-#: Times that a thread looks before it lets others run.
-PATIENCE = 4000
+#: How functions are compiled that only compiled code calls.
+INNER = {"error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+#: The system call by which a thread sleeps until a word changes; where there is none, waiting threads give way.
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
+_WAIT, _WAKE = 128, 129  # of this process only
+
+
+def _made(context: Any, builder: Any, kind: Any, address: Any, shape: list[Any]) -> Any:
+    """An array of elements one behind the other, which belongs to somebody else."""
+    element = kind.dtype
+    size = context.get_abi_sizeof(context.get_data_type(element))
+    strides = [ir.Constant(_INT64, size)]
+    for extent in shape[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], extent))
+    made = context.make_array(kind)(context, builder)
+    data = builder.inttoptr(address, context.get_data_type(element).as_pointer())
+    itemsize = ir.Constant(_INT64, size)
+    populate_array(made, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)
+    return made._getvalue()
 
 
 @intrinsic
-def pointer(_context: Any, address: Any, kind: Any) -> Any:
-    """Memory at an address (int64) as elements of the type of the array `kind`."""
-    result = types.CPointer(kind.dtype)
+def array(_context: Any, address: Any, kind: Any, count: Any) -> Any:
+    """Memory at an address as an array of numpy's type `kind`."""
+    result = types.Array(kind.instance_type, 1, "C")
 
     def make(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(result))
+        return _made(context, builder, result, arguments[0], [arguments[2]])
 
-    return result(address, kind), make
-
-
-@intrinsic
-def _arrive(_context: Any, gate: Any) -> Any:
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.atomic_rmw("add", at, ir.Constant(_INT64, 1), "acq_rel")
-
-    return types.int64(gate), make
+    return result(types.int64, kind, types.int64), make
 
 
 @intrinsic
-def _arrived(_context: Any, gate: Any) -> Any:
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.load_atomic(at, "acquire", 8)
+def matrix(_context: Any, address: Any, kind: Any, rows: Any, columns: Any) -> Any:
+    """The same with two dimensions."""
+    result = types.Array(kind.instance_type, 2, "C")
 
-    return types.int64(gate), make
+    def make(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return _made(context, builder, result, arguments[0], list(arguments[2:]))
+
+    return result(types.int64, kind, types.int64, types.int64), make
+
+
+# --- words that threads share -----------------------------------------------------------------------------------------
+
+
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _INT64.as_pointer())
 
 
 @intrinsic
-def _give_way(_context: Any) -> Any:
+def seen(_context: Any, address: Any) -> Any:
+    """The word as it is now, and with it all that was written before it."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_word(builder, arguments[0]), "seq_cst", 8)
+
+    return types.int64(types.int64), make
+
+
+@intrinsic
+def added(_context: Any, address: Any, amount: Any) -> Any:
+    """Add to the word; what it then is."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        old = builder.atomic_rmw("add", _word(builder, arguments[0]), arguments[1], "seq_cst")
+        return builder.add(old, arguments[1])
+
+    return types.int64(types.int64, types.int64), make
+
+
+@intrinsic
+def exchanged(_context: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Set the word if it is as expected, and say whether it was."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        word = _word(builder, arguments[0])
+        return builder.extract_value(builder.cmpxchg(word, arguments[1], arguments[2], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), make
+
+
+@intrinsic
+def _called(_context: Any, address: Any, operation: Any, value: Any) -> Any:
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_INT64, [_INT64], var_arg=True)
+        call = cgutils.get_or_insert_function(builder.module, kind, "syscall")
+        nothing = ir.Constant(_INT64, 0)
+        return builder.call(call, [ir.Constant(_INT64, _FUTEX), *arguments, nothing, nothing, nothing])
+
+    return types.int64(types.int64, types.int64, types.int64), make
+
+
+@intrinsic
+def _gave_way(_context: Any) -> Any:
     def make(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield")
         return builder.call(call, [])
@@ -58,16 +123,30 @@ def _give_way(_context: Any) -> Any:
     return types.int32(), make
 
 
-@njit(cache=True, error_model="numpy")
-def meet(gate: np.ndarray, turn: int, team: int) -> int:
-    """Wait until all threads of the team are here for the `turn`-th time; `gate` counts arrivals. The next turn."""
-    _arrive(gate)
-    looks = 0
-    while _arrived(gate) < turn * team:
-        looks += 1
-        if looks > PATIENCE:
-            _give_way()
-    return turn + 1
+if _FUTEX:
+
+    @njit(**INNER)
+    def sleep(address: int, value: int) -> None:
+        """Until somebody wakes who sleeps on the word, if its lower half still is that of `value`."""
+        _called(address, _WAIT, value & 0xFFFFFFFF)
+
+    @njit(**INNER)
+    def wake(address: int) -> None:
+        """All who sleep on the word."""
+        _called(address, _WAKE, 0x7FFFFFFF)
+else:
+
+    @njit(**INNER)
+    def sleep(address: int, value: int) -> None:
+        """Let others run."""
+        _gave_way()
+
+    @njit(**INNER)
+    def wake(address: int) -> None:
+        """Nobody sleeps here."""
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -88,6 +167,17 @@ def as_bits(_context: Any, _number: Any) -> Any:
         return builder.bitcast(arguments[0], _INT32)
 
     return types.int32(types.float32), make
+
+
+@intrinsic
+def erf(_context: Any, _x: Any) -> Any:
+    """The C library's."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_DOUBLE, [_DOUBLE]), "erf")
+        return builder.call(call, arguments)
+
+    return types.float64(types.float64), make
 
 
 @intrinsic

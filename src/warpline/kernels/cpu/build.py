@@ -1,0 +1,59 @@
+"""Compiles a program for this CPU: `python -m warpline.kernels.cpu.build fp32 fp32 gelu_tanh` writes an object file to
+standard output.
+
+A process of its own, beside the one that wants it: numba's front end takes seconds and Python's lock, and here it can
+be told not to optimise the parts, which is done once for the whole, without changing what it does for others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ |= {"NUMBA_OPT": "0", "NUMBA_LOOP_VECTORIZE": "0"}
+
+import llvmlite.binding as llvm
+import numpy as np
+from numba import cfunc, types
+from numba.core import event
+
+from warpline.kernels.cpu.decode import program
+from warpline.kernels.cpu.machine import ENTRY, target
+
+#: How compiled code sees what is stored: half precision goes by its bits.
+SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
+
+
+class _Ticks(event.Listener):  # type: ignore[misc]
+    """A byte on standard error for every function."""
+
+    def on_start(self, event: object) -> None:
+        pass
+
+    def on_end(self, event: object) -> None:
+        os.write(2, b".")
+
+
+def lowered(stored: str, cached: str, activation: str) -> str:
+    """LLVM's language, not optimised."""
+    with event.install_listener("numba:compile", _Ticks()):
+        function = program(SEEN[stored], SEEN[cached], activation)
+        made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(function)
+    return str(made.inspect_llvm()).replace(made.native_name, ENTRY)
+
+
+def optimised(source: str) -> bytes:
+    """Machine code. Nothing but the entry is seen from outside, so everything else may be changed or left out."""
+    module, machine = llvm.parse_assembly(source), target()
+    for function in module.functions:
+        if not function.is_declaration and function.name != ENTRY:
+            function.linkage = "internal"
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = options.loop_interleaving = options.loop_unrolling = options.slp_vectorization = True
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    return bytes(machine.emit_object(module))
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(optimised(lowered(*sys.argv[1:])))

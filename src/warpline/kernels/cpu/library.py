@@ -1,0 +1,111 @@
+"""Compiled programs: made by `build` in a process beside this one when they are first asked for, and kept as files.
+
+A file is named by everything its content depends on (`machine.key`), so an older one, or one from a machine with
+another CPU, is never found; a damaged one is seen by its checksum.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import warpline
+from warpline.errors import KernelError
+from warpline.hardware import cache_dir
+from warpline.kernels.cpu import machine
+from warpline.progress import progress
+
+logger = logging.getLogger(__name__)
+
+_CHECK = 16  # bytes of checksum before the code
+
+
+@functools.cache
+def build(stored: str, cached: str, activation: str) -> Build:
+    """The decode function (`decode.program`) for dtypes of weights and cache, and an activation; begins to compile it
+    if it is not there, and does not wait."""
+    return Build(stored, cached, activation)
+
+
+class Build:
+    """A program that is there, or will be."""
+
+    def __init__(self, *names: str):
+        self._path = cache_dir() / "cpu" / f"{'-'.join(names)}-{machine.key()}.o"
+        self._compiler: subprocess.Popen[bytes] | None = None
+        if (code := _kept(self._path)) is not None:
+            self._function = machine.loaded(code)
+            return
+        root = str(Path(warpline.__file__).parent.parent)
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._made = tempfile.TemporaryFile()  # noqa: SIM115 - closed when read
+        try:
+            self._compiler = subprocess.Popen(
+                [sys.executable, "-m", "warpline.kernels.cpu.build", *names],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                stdout=self._made,
+                stderr=subprocess.PIPE,
+            )
+        except OSError as error:
+            raise KernelError(
+                f"cannot start {sys.executable!r} to compile for this CPU ({error.strerror}): use --executor torch"
+            ) from error
+
+    def function(self) -> Callable[[int, int], None]:
+        """Takes a thread's number and the address of `words`; waited for if it must be."""
+        if self._compiler is not None:
+            code = self._wait(self._compiler)
+            _keep(self._path, code)
+            self._function, self._compiler = machine.loaded(code), None
+        return self._function
+
+    def _wait(self, compiler: subprocess.Popen[bytes]) -> bytes:
+        assert compiler.stderr is not None
+        said = b""
+        with progress("Compiling for this CPU (once)", machine.PARTS) as advance, compiler, self._made as made:
+            while piece := compiler.stderr.read1(1 << 12):  # type: ignore[attr-defined]
+                said += piece
+                advance(piece.count(b"."))
+            if compiler.wait() != 0:
+                reason = said.decode(errors="replace").strip(".\n").splitlines()[-1:] or ["no reason given"]
+                raise KernelError(f"compiling for this CPU failed ({reason[0]}): use --executor torch")
+            made.seek(0)
+            return made.read()
+
+
+def _kept(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("cannot read %s (%s): compiling again", path, error.strerror)
+        return None
+    check, code = content[:_CHECK], content[_CHECK:]
+    if hashlib.blake2b(code, digest_size=_CHECK).digest() != check:
+        logger.warning("%s is damaged: compiling again", path)
+        return None
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Written beside its place and renamed; who compiles at the same time writes the same."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(hashlib.blake2b(code, digest_size=_CHECK).digest() + code)
+        partial.replace(path)
+    except OSError as error:
+        logger.warning(
+            "cannot keep compiled code in %s (%s), so every start compiles again: set WARPLINE_CACHE_DIR to a folder "
+            "that can be written to",
+            path.parent, error.strerror,
+        )  # fmt: skip

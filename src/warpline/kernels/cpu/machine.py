@@ -1,0 +1,50 @@
+"""The CPU that code is made for: how it is compiled, told apart from others, and loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+
+#: The name of the function in an object file.
+ENTRY = "warpline_decode"
+#: Functions that are compiled for a program, roughly.
+PARTS = 35
+
+
+@functools.cache
+def _host() -> tuple[str, str, str]:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def target() -> Any:
+    """LLVM's description of it."""
+    triple, cpu, features = _host()
+    found = llvm.Target.from_triple(triple)
+    return found.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
+
+
+@functools.cache
+def key() -> str:
+    """Of everything that compiled code depends on: the sources here, the compiler, the CPU and what it can do."""
+    facts = [*_host(), version("numba"), version("llvmlite")]
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.blake2b(b"\0".join([*sources, *(fact.encode() for fact in facts)]), digest_size=8).hexdigest()
+
+
+def loaded(code: bytes) -> Callable[[int, int], None]:
+    """The function in an object file. It runs without Python's lock, and keeps its memory."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(engine.get_function_address(ENTRY))
+    function.engine = engine  # type: ignore[attr-defined]
+    return function
