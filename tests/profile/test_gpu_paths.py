@@ -45,8 +45,8 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = torch.randint(weights.config.vocab_size, (1, 12))
     method = methods.find("torch")(weights, one.case, torch.device("cpu"))
     method.generate(prompts, one.case.new)
-    events, end = recording._by_events(method, prompts, one.case.new, 1)
-    found = aggregate(events, end, skip=3, on_gpu=True)
+    events = recording._by_events(method, prompts, one.case.new, 1)
+    found = aggregate(events, expected=one.case.new, skip=3, on_gpu=True)
     assert len(found.steps) == 4
     paths = {row.path for row in found.spans}
     assert {("h.2", "attention", "fused attention"), ("LM head",)} <= paths

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from warpline.profile.compare import compare
 from warpline.profile.render import console, markdown, picture
 from warpline.profile.render.chrome import trace
 from warpline.profile.render.html import page
-from warpline.profile.session import Session, write
+from warpline.profile.session import Moment, Session, dumps, loads, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -107,6 +109,50 @@ def test_trace(tmp_path: Path, recorded: Session) -> None:
     begun = [event["ts"] for event in spans if event["name"] == "h.0 / ln_1" and event["pid"] == 2]
     assert len(begun) == 2  # a few steps
     assert (tmp_path / "t.json.gz").stat().st_size < 100_000
+
+
+def check_nesting(text: str) -> None:
+    """Of two events of a thread one ends before the other begins, or lies inside it, to the nanosecond."""
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in json.loads(text)["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(1000 * event["ts"])
+            threads.setdefault((event["pid"], event["tid"]), []).append((begin, begin + round(1000 * event["dur"])))
+    for moments in threads.values():
+        inside: list[int] = []
+        for begin, end in sorted(moments, key=lambda moment: (moment[0], -moment[1])):
+            while inside and inside[-1] <= begin:
+                inside.pop()
+            assert not inside or end <= inside[-1]
+            inside.append(end)
+
+
+def test_parts_never_outlast_their_whole(recorded: Session) -> None:
+    """Begins and ends anywhere between two nanoseconds, also when the session has been kept in a file."""
+    dice = random.Random(5)
+    moments, at = [Moment("step", "step 1", (), 0.0, 1e5)], 0.0
+    for _ in range(300):
+        whole = dice.random() * 9
+        inner = whole * dice.random()
+        deep = inner * dice.random()
+        moments += [Moment("module", "h.0", ("h.0",), at, whole), Moment("module", "h.0", ("h.0",), at, inner)]
+        moments += [Moment("module", "a", ("h.0", "a"), at + inner - deep, deep)]
+        at += whole
+    session = made_up()
+    session = replace(session, phases=(replace(session.phases[0], timeline=tuple(moments)),))
+    for one in (session, recorded):
+        check_nesting(trace(one))
+        check_nesting(trace(loads(dumps(one))))
+
+
+def test_kernels_that_overlap_have_threads_of_their_own() -> None:
+    session = made_up()
+    moments = [Moment("gpu", f"k{i}", (), 4.0 * i, 7.0) for i in range(6)]
+    overlapping = replace(session, phases=(replace(session.phases[0], timeline=tuple(moments)),))
+    text = trace(overlapping)
+    check_nesting(text)
+    titles = [e["args"]["name"] for e in json.loads(text)["traceEvents"] if e["name"] == "thread_name"]
+    assert titles == ["GPU 1", "GPU 2"]
 
 
 def test_markdown() -> None:

@@ -77,7 +77,7 @@ def stamped_phase(
 ) -> Phase:
     """A phase of stages: they follow one another without gaps, in one kernel."""
     spans = tuple(SpanRow(path, mean, 0.0) for path, (mean, _, _) in zip(modules, each, strict=True))
-    moments, at = [], 0.0
+    moments, at = [Moment("step", "step 1", (), 0.0, sum(mean for mean, _, _ in each))], 0.0
     for path, (mean, _, _) in zip(modules, each, strict=True):
         moments.append(Moment("gpu", path[-1], path, at, mean))
         at += mean

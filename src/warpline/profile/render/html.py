@@ -95,17 +95,19 @@ def _node(node: tree.Node, root: tree.Node, *, deep: bool) -> str:
 
 
 def _timeline(phase: Phase) -> str:
-    """Moments as data; the script draws them. Red is where nothing ran."""
-    if not phase.timeline:
+    """Moments of the first step as data; the script draws them. Red is where nothing ran, from the step's begin on the
+    device to its end: what a host does for a GPU that is behind lies before that."""
+    step = next((m for m in phase.timeline if m.track == "step"), None)
+    if step is None:
         return "<p class='soft'>This session was kept without its timeline.</p>"
-    until = phase.step_us * 1.02
-    shown = [m for m in phase.timeline if m.start < until]
+    shown = [m for m in phase.timeline if m.track != "step" and m.start < step.start + step.us]
     modules = {path: i for i, path in enumerate(dict.fromkeys(m.path for m in shown))}
     rows = [
         (m.track, m.name, " / ".join(m.path) or "step", m.start, m.us, classify(m.name), modules[m.path]) for m in shown
     ]
     name = f"timeline-{phase.name}"
-    data = json.dumps(rows, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps({"step": [step.start, step.start + step.us], "rows": rows}, separators=(",", ":"))
+    data = data.replace("</", "<\\/")
     return (
         f"<canvas class='timeline' data-source='{name}' role='img' aria-label='one {phase.name} step'></canvas>"
         f"<script type='application/json' id='{name}'>{data}</script>"
