@@ -20,6 +20,7 @@ from warpline.model import observe
 from warpline.model.weights import load
 from warpline.profile import collect as recording
 from warpline.profile import stamps, tree
+from warpline.profile.classify import classes
 from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_spans
 from warpline.profile.events import aggregate
 from warpline.profile.instruments import placed, reason_against, sequencer_of, watched
@@ -304,7 +305,12 @@ def test_stamps() -> None:
     assert each[0][0] == pytest.approx(1.0, rel=0.05)
     with pytest.raises(ValueError, match="two tokens"):
         stamps.stage_times([[1] * count], count, 1.0)
-    phase = stamps.stamped_phase(modules, each, 2, float(count), float(count), Work(1, 8, 1, naive=False))
+    runs = [count + 1.0, count - 1.0, float(count)]
+    phase = stamps.stamped_phase(modules, each, 2, runs, float(count), Work(1, 8, 1, naive=False))
+    assert (phase.step_us, phase.fastest_us, phase.slowest_us) == (count, count - 1, count + 1)
+    assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us)
+    by_class = {row.kind: row.calls for row in classes(phase)}
+    assert by_class == {"exchange": 2 * 4 + 2, "GEMM": 2 * 4 + 1, "attention": 2}
     root = tree.build(phase)
     assert root.us == pytest.approx(count)
     assert root.find(BLOCKS, "attention", "output projection + residual 1", "heads gathered") is not None

@@ -10,7 +10,7 @@ from tests.profile.conftest import BLOCK, GPT2, MODEL, made_up
 from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model.parameters import STEPS
-from warpline.profile import tree
+from warpline.profile import stamps, tree
 from warpline.profile.classify import classes, classify, unknown
 from warpline.profile.compare import compare
 from warpline.profile.launches import kernel_table, overhead
@@ -202,10 +202,13 @@ def at_the_limit() -> Session:
         (made_up(gap=20.0), "gaps", 20.0 * (LAYERS * len(BLOCK) + len(MODEL))),
         (made_up(change=PARTS, work=Work(1, 128, 1, naive=True)), "attention in parts", 80.0 * LAYERS),
         (made_up(change={("ln_1",): 50.0, ("ln_2",): 50.0}), "small steps", 107.0 * LAYERS + 3),
-        (made_up(change={("MLP", "expansion"): 90.0}), "slow products", None),
+        (made_up(change={("MLP", "expansion"): 90.0}), "weight streaming", None),
+        (made_up(name="prefill", scale=40.0, work=Work(1024, 0, 1, naive=False)), "slow products", None),
+        (made_up(change={("attention", "fused attention"): 90.0}), "attention", 90.0 * LAYERS),
+        (made_up(), "short kernels", None),
         (made_up(kind="cpu", gap=20.0), "host", 20.0 * (LAYERS * len(BLOCK) + len(MODEL))),
     ],
-    ids=["gaps", "attention", "small", "products", "host"],
+    ids=["gaps", "parts", "small", "weights", "products", "attention", "short", "host"],
 )
 def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float | None) -> None:
     phase = session.phases[0]
@@ -218,6 +221,59 @@ def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float
     assert best.cause in text
     assert f"{best.after_us:,.0f} µs" in text
     assert "\n" not in text
+
+
+def test_short_kernels_cost_what_they_take_beyond_their_share_of_the_roof() -> None:
+    """All kernels but the head's 40 µs are short."""
+    session = made_up()
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    spent = phase.step_us - 40
+    assert f"{LAYERS * len(BLOCK) + 4} kernels" in best.cause
+    assert best.saved_us == pytest.approx(spent * (1 - whole(session, phase).roof_us / phase.step_us))
+
+
+def persistent(gathered: float, multiplied: float) -> Session:
+    """One launch whose stages take as long as that."""
+    modules = stamps.stages(LAYERS)
+    each = [(gathered if classify(stamps.kernel_name(path)) == "exchange" else multiplied,) * 3 for path in modules]
+    step = sum(mean for mean, _, _ in each)
+    work = Work(1, 128, 1, naive=False)
+    return made_up(method="persistent", phases=(stamps.stamped_phase(modules, each, 8, [step], step, work),))
+
+
+def test_exchanges_of_the_persistent_kernel_are_named() -> None:
+    session = persistent(2.0, 1.2)
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    count = 4 * LAYERS + 2
+    assert (best.kind, best.saved_us) == ("exchanges", 2.0 * count)
+    assert f"{count} times a step" in best.cause
+    assert {row.kind for row in classes(phase)} == {"exchange", "GEMM", "attention"}
+    assert not unknown(phase)
+    assert "weight streaming" not in {one.kind for one in findings(session, phase)}  # as fast as memory without them
+
+
+def test_without_exchanges_the_memory_is_still_to_be_read() -> None:
+    session = persistent(2.0, 0.1)
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    assert best.kind == "exchanges"
+    assert best.after_us == pytest.approx(whole(session, phase).roof_us)
+
+
+def test_slow_stages_of_the_persistent_kernel_are_no_exchanges() -> None:
+    session = persistent(0.2, 9.0)
+    assert findings(session, session.phases[0])[0].kind == "weight streaming"
+
+
+def test_gaps_of_a_graph_are_not_cured_by_a_graph() -> None:
+    session = made_up(gap=20.0)
+    phase = replace(session.phases[0], launches=Launches(1, 9.0, 1, 161))
+    best = findings(session, phase)[0]
+    assert best.kind == "gaps"
+    assert "Capture" not in best.remedy
+    assert "between its kernels" in best.cause
 
 
 def test_what_recording_costs_is_no_gap() -> None:

@@ -1,5 +1,6 @@
-"""What kind of operation a kernel or an operator is, by its name: GEMM, attention, reduction, elementwise, memory. What
-no rule knows is "other" and is listed, not guessed. Knows no torch."""
+"""What kind of operation a kernel or an operator is, by its name: GEMM, attention, reduction, elementwise, memory, or
+exchange, where the blocks of one kernel wait for each other's results. What no rule knows is "other" and is listed, not
+guessed. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from dataclasses import dataclass
 
 from warpline.profile.session import KernelRow, Phase
 
-CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "other")
+CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "exchange", "other")
 
 #: Our own by what their time goes to, whatever else they do.
 _OURS = {
-    "GEMM": r"matvec|matmul|head_argmax|products",
-    "attention": r"attention",
+    # "gathered", "multiplied", "computed" are stages of the persistent kernel
+    "exchange": r"gathered(?!, computed)|agreed on",
+    "GEMM": r"matvec|matmul|head_argmax|products|multiplied",
+    "attention": r"attention|computed",
     "reduction": r"layernorm|softmax|sample|last_residual",
     "elementwise": r"gelu|append_token|noise",
     "memory": r"embedding",

@@ -117,16 +117,17 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
 
 # --- stamps of the persistent kernel ----------------------------------------------------------------------------------
 
+#: A stage that gathers rows stands with the product that follows, whose weights arrive in the meantime.
 _STAGES: dict[str, tuple[p.Step, ...]] = {
-    "ln_1": (p.LN_1,),
-    "qkv": (p.QKV_PROJECTION,),
+    "ln_1": (p.LN_1, p.QKV_PROJECTION),
+    "qkv": (p.LN_1, p.QKV_PROJECTION),
     "attention": (p.KV_CACHE, p.FUSED_ATTENTION),
     "out": (p.OUTPUT_PROJECTION, p.RESIDUAL_1),
-    "ln_2": (p.LN_2,),
-    "fc": (p.EXPANSION, p.ACTIVATION),
+    "ln_2": (p.LN_2, p.EXPANSION, p.ACTIVATION),
+    "fc": (p.LN_2, p.EXPANSION, p.ACTIVATION),
     "proj": (p.PROJECTION, p.RESIDUAL_2),
-    "ln_f": (p.LN_F,),
-    "head": (p.LM_HEAD,),
+    "ln_f": (p.LN_F, p.LM_HEAD),
+    "head": (p.LN_F, p.LM_HEAD),
 }
 
 

@@ -232,14 +232,12 @@ def loads(text: str, source: str = "the text") -> Session:
         raise ConfigError(f"{source} is no whole JSON file ({error}): was it cut short?") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("warpline_profile"), int):
         raise ConfigError(foreign)
-    if raw["warpline_profile"] > SCHEMA:
+    if (schema := raw["warpline_profile"]) > SCHEMA:
+        raise ConfigError(f"{source} was written by a newer warpline (schema {schema}, known {SCHEMA}): update")
+    if schema < SCHEMA:
         raise ConfigError(
-            f"{source} was written by a newer warpline (schema {raw['warpline_profile']}, known {SCHEMA}): update"
-        )
-    if raw["warpline_profile"] < SCHEMA:
-        raise ConfigError(
-            f"{source} was written by an older warpline (schema {raw['warpline_profile']}, now {SCHEMA}), which counted "
-            "steps otherwise: record it again"
+            f"{source} was written by an older warpline (schema {schema}, now {SCHEMA}), which counted steps "
+            "otherwise: record it again"
         )
     try:
         session = _session(raw)

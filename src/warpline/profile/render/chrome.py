@@ -37,22 +37,18 @@ def _threads(phase: Phase) -> list[tuple[str, list[Moment]]]:
 def lanes(moments: Sequence[Moment]) -> list[list[Moment]]:
     """Moments parted so that of two in a lane one ends before the other begins, or lies inside it: viewers draw nothing
     else."""
-    found: list[list[Moment]] = []
-    open_ends: list[list[int]] = []
+    found: list[tuple[list[Moment], list[int]]] = []  # each with the ends of what is open there
     for moment in sorted(moments, key=lambda m: (_ns(m.start), -_ns(m.start + m.us))):
         begin, end = _ns(moment.start), _ns(moment.start + moment.us)
-        for lane, ends in zip(found, open_ends, strict=True):
+        for _, ends in found:
             while ends and ends[-1] <= begin:
                 ends.pop()
-            if not ends or end <= ends[-1]:
-                break
-        else:
-            lane, ends = [], []
-            found.append(lane)
-            open_ends.append(ends)
-        lane.append(moment)
-        ends.append(end)
-    return found
+        free = next((one for one in found if not one[1] or end <= one[1][-1]), None)
+        if free is None:
+            found.append(free := ([], []))
+        free[0].append(moment)
+        free[1].append(end)
+    return [lane for lane, _ in found]
 
 
 def _ns(us: float) -> int:
