@@ -16,17 +16,19 @@ from warpline.bench.methods.ours import OnKernels
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import decode_step
 from warpline.errors import ConfigError
-from warpline.model import observe
+from warpline.model import cost, observe
 from warpline.model.weights import load
 from warpline.profile import collect as recording
 from warpline.profile import stamps, tree
 from warpline.profile.classify import classes
 from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_spans
 from warpline.profile.events import aggregate
-from warpline.profile.instruments import placed, reason_against, sequencer_of, watched
+from warpline.profile.instruments import CPU_DECODE, placed, reason_against, sequencer_of, watched
 from warpline.profile.names import BLOCKS, op_path
 from warpline.profile.order import by_products
+from warpline.profile.roofline import points
 from warpline.profile.session import Session, Work
+from warpline.profile.verdict import verdict
 
 CPU = torch.device("cpu")
 
@@ -81,7 +83,28 @@ def test_recorded_steps_fill_the_time_that_passed(monkeypatch: pytest.MonkeyPatc
     assert 0.95 * passed[0] < sum(found.steps) < 1.02 * passed[0]
 
 
-@pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv"])
+@pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu-int8", "int8")])
+def test_the_cpu_executor_is_one_call_with_the_price_of_the_model(name: str, dtype: str) -> None:
+    """Its compiled code is busy time, not Python's; weights in int8 have the bytes of int8."""
+    session = collect(wish(name, dtype=dtype))
+    assert (session.method, session.dtype) == (name, dtype)
+    for phase in session.phases:
+        call = [row for row in phase.kernels if row.name == CPU_DECODE]
+        assert [row.calls for row in call] == [1]
+        assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
+        assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
+    decode = session.phase("decode")
+    assert decode.steps == 4
+    (point,) = points(session, decode)
+    assert point.name == "whole model"
+    priced = cost.costs(session.workload(decode))
+    assert point.flops == sum(price.flops for price in priced)
+    least = cost.total_bytes(session.workload(decode))
+    assert least < point.bytes < 1.2 * least
+    assert verdict(session, decode)
+
+
+@pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv", "cpu"])
 def test_nothing_stays_behind(name: str) -> None:
     one = wish(name)
     method, prompts = made(name, one)

@@ -16,7 +16,7 @@ CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "exchange"
 _OURS = {
     # "gathered", "multiplied", "computed" are stages of the persistent kernel
     "exchange": r"gathered(?!, computed)|agreed on",
-    "GEMM": r"matvec|matmul|head_argmax|products|multiplied",
+    "GEMM": r"matvec|matmul|head_argmax|products|multiplied|cpu_decode",
     "attention": r"attention|computed",
     "reduction": r"layernorm|softmax|sample|last_residual",
     "elementwise": r"gelu|append_token|noise",
@@ -41,7 +41,7 @@ _OPERATORS = {
 _KERNELS = (
     ("reduction", r"^triton_(red|per)_"),
     ("elementwise", r"^triton_poi_"),
-    ("memory", r"^Memcpy|^Memset|^memcpy|^memset"),
+    ("memory", r"^Memcpy|^Memset|^memcpy|^memset|^detach$"),
     ("attention", r"flash|fmha|attention|sdpa|mha_"),
     ("GEMM", r"gemm|gemv|cutlass|wgmma|sgemm|xmma|cublas|splitK|dot_kernel|_mm_|\bnvjet"),
     (

@@ -8,7 +8,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.hf import _Transformers
-from warpline.bench.methods.ours import Naive, OnPersistent, _OnExecutor
+from warpline.bench.methods.ours import Naive, OnCpuInt8, OnPersistent, _OnExecutor
 from warpline.bench.protocol import timed
-from warpline.bench.run import Bench
+from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
 from warpline.errors import ConfigError
+from warpline.model.weights import read_config
 from warpline.profile import stamps
 from warpline.profile.events import Aggregate, Event, Sequencer, aggregate
 from warpline.profile.instruments import Mark, Span, reason_against, sequencer_of, watched
@@ -63,30 +64,38 @@ class Wish:
             raise ConfigError(f"{self.steps} steps are more than a profile keeps: record up to {MOST_STEPS}")
 
     @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.method}:{self.dtype}"
+
+    @property
     def case(self) -> Case:
-        """As the benchmark calls it."""
+        """As the benchmark calls it: what stores weights in int8 makes them of others."""
         new = 1 + WARM_STEPS + self.steps
         return Case(
             workload="profile",
             kind="generate",
             model=self.model,
-            dtype=self.dtype,
+            dtype="fp32" if self.dtype == "int8" else self.dtype,
             batch=self.batch,
             prompt=self.context,
             new=new,
         )
 
 
-def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None) -> Session:
-    """Build the method, warm it up, time it unwatched, then watch it."""
+def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: Bench | None = None) -> Session:
+    """Build the method, warm it up, time it unwatched, then watch it. A `bench` that has served before knows this
+    machine's limits, and may still have the weights."""
     kind, device, case = methods.find(wish.method), torch.device(wish.device), wish.case
-    bench = Bench(Settings(wish.device))
-    weights_config = bench_config(case)
-    for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(weights_config)):
+    bench = bench or Bench(Settings(wish.device))
+    if issubclass(kind, OnCpuInt8) != (wish.dtype == "int8"):
+        raise ConfigError(f"{wish.method} has no {wish.dtype}: weights in int8 are those of cpu --dtype int8 alone")
+    for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(read_config(case.model))):
         if reason is not None:
             raise ConfigError(f"{wish.method} cannot be profiled here: {reason}")
-    bench.prepare()
-    limits = bench.limits(case)
+    if not bench.origin:
+        bench.prepare()
+    limits = bench.limits(replace(case, dtype=wish.dtype))
     tick(1)
     weights = bench.load(case)
     generator = torch.Generator().manual_seed(case.prompt)
@@ -101,8 +110,12 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None) -> Sessi
         for name in wish.phases:
             phases.append(recorder.phase(name))
             tick(1)
+        notes = tuple(dict.fromkeys(recorder.notes))
+        del recorder
     finally:
         method.close()
+        del method
+        tidy()
     return Session(
         origin=bench.origin | {"clocks": hardware.clocks(wish.device)},
         kind=device.type,
@@ -116,15 +129,8 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None) -> Sessi
         read_gb_s=limits["read_gb_s"],
         product_tflop_s=limits["product_tflop_s"],
         phases=tuple(phases),
-        notes=tuple(dict.fromkeys(recorder.notes)),
+        notes=notes,
     )
-
-
-def bench_config(case: Case) -> Any:
-    """The model's shape, before any weights are read."""
-    from warpline.model.weights import read_config
-
-    return read_config(case.model)
 
 
 @dataclass(slots=True)

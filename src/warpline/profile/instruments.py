@@ -13,22 +13,28 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.hf import StaticCompiled, _Transformers
-from warpline.bench.methods.ours import Naive, NaiveCompiled, OnTorch, OnTorchCompiled, _OnExecutor
+from warpline.bench.methods.ours import Naive, NaiveCompiled, OnCpu, OnTorch, OnTorchCompiled, _OnExecutor
 from warpline.bench.methods.static_kv import StaticKV
+from warpline.engine.executor import Executor
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.prompts import Pass
 from warpline.engine.schedule import decode_step
+from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.observe import observed
 from warpline.model.parameters import Step
 from warpline.model.weights import Weights
 from warpline.profile.events import Sequencer
-from warpline.profile.names import hf_path, op_path, path_of
+from warpline.profile.names import WHOLE, hf_path, op_path, path_of
 from warpline.profile.order import begins_product, by_products
 from warpline.profile.session import ModulePath
+
+#: What a call of the cpu executor's compiled code is called among operators.
+CPU_DECODE = "warpline_cpu_decode"
 
 Mark = Callable[[], None]
 #: Enters a module and leaves it again.
@@ -60,6 +66,9 @@ def watched(method: Method, mark: Mark, span: Span) -> Iterator[None]:
                 stack.enter_context(_replaced(method, "_next", mark))
             else:
                 stack.enter_context(_replays(method._graphs, mark))
+        elif isinstance(method, OnCpu):
+            stack.enter_context(_replaced(method._executor, "_prefill", mark))
+            stack.enter_context(_step_by_step(method._executor, mark, span))
         elif isinstance(method, _OnExecutor):
             stack.enter_context(_replaced(method._executor, "_prefill", mark))
             if isinstance(method._executor, KernelsExecutor):
@@ -105,6 +114,30 @@ def _replaced(owner: Any, name: str, mark: Mark) -> Iterator[None]:
             vars(owner).pop(name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def _step_by_step(executor: Executor, mark: Mark, span: Span) -> Iterator[None]:
+    """The cpu executor decodes any number of tokens in one call of compiled code, which nobody sees from outside: here
+    each has a call of its own, with a mark before it, and a name among torch's operators."""
+    decode, compute = executor.decode, executor._decode
+
+    def marked(state: State, n: int) -> None:
+        for _ in range(n):
+            mark()
+            with span((WHOLE,)):
+                decode(state, 1)
+
+    def named(state: State, n: int) -> None:
+        with record_function(CPU_DECODE):
+            compute(state, n)
+
+    vars(executor).update(decode=marked, _decode=named)
+    try:
+        yield
+    finally:
+        for name in ("decode", "_decode"):
+            del vars(executor)[name]
 
 
 class _Marked:

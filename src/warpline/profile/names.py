@@ -12,8 +12,8 @@ from warpline.profile.session import ModulePath
 ATTENTION, MLP = "attention", "MLP"
 #: All blocks together, where layers are merged.
 BLOCKS = "transformer blocks"
-#: What joins the names of steps that one kernel does.
-PLUS = " + "
+#: What joins the names of steps that one kernel does, and the name of one that does all.
+PLUS, WHOLE = " + ", "whole model"
 
 _SCOPES: dict[str, ModulePath] = {"block": (), "attention": (ATTENTION,), "mlp": (MLP,)}
 _BY_NAME = {step.name: step for step in p.STEPS}
@@ -48,6 +48,8 @@ def fused(layer: int | None, *steps: p.Step) -> ModulePath:
 
 def steps_of(name: str) -> list[p.Step]:
     """The priced steps that a leaf's name says it does."""
+    if name == WHOLE:
+        return list(p.STEPS)
     return [_BY_NAME[part] for part in name.split(PLUS) if part in _BY_NAME]
 
 

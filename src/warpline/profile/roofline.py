@@ -11,7 +11,7 @@ from warpline.model import cost
 from warpline.model import parameters as p
 from warpline.profile import tree
 from warpline.profile.classify import classify
-from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, steps_of
+from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, WHOLE, steps_of
 from warpline.profile.session import ModulePath, Phase, Session
 
 #: What takes more than so many times what its bytes and FLOPs need is bound by neither.
@@ -151,7 +151,7 @@ def _point(name: str, us: float, wait_us: float, prices: list[cost.StepCost], li
     moved = sum(price.weight_bytes + price.kv_bytes for price in prices)
     flops = sum(price.flops for price in prices)
     activations = [price.activation_bytes for price in prices]
-    moved += sum(activations) if PLUS not in name else max(activations)
+    moved += max(activations) if PLUS in name or name == WHOLE else sum(activations)
     by_bytes = limits.bytes_us(moved) >= limits.flops_us(flops)
     return Point(name, us, wait_us, moved, flops, limits.us(moved, flops), by_bytes)
 

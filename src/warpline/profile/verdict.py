@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from warpline.model import cost
 from warpline.profile.classify import classify
 from warpline.profile.launches import overhead
+from warpline.profile.names import WHOLE
 from warpline.profile.roofline import Point, Roofs, points, roofs, whole
 from warpline.profile.session import KernelRow, Phase, Session
 
@@ -125,7 +126,7 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
             f"Python and the dispatch of {spent.kernels:,.0f} operators take {gaps:,.0f} µs of each step "
             f"({share:.0f} %).",
             "Fewer and larger operators do away with that."
-            if "compile" in session.method
+            if "compile" in session.method or session.method.startswith("cpu")
             else "Fewer and larger operators, or torch.compile, do away with that.",
             gaps,
             phase.free_us,
@@ -271,7 +272,7 @@ def _unrecorded(phase: Phase) -> float:
 
 
 def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    products = [p for p in priced if any(word in p.name for word in ("rojection", "xpansion", "LM head"))]
+    products = [p for p in priced if any(word in p.name for word in ("rojection", "xpansion", "LM head", WHOLE))]
     if not products:
         return
     spent = sum(_computing(phase, point) for point in products)
