@@ -17,7 +17,7 @@ import pytest
 
 from tests.profile.conftest import made_up
 from warpline.profile.compare import compare
-from warpline.profile.render import console, markdown, picture
+from warpline.profile.render import console, markdown, picture, roofchart
 from warpline.profile.render.chrome import trace
 from warpline.profile.render.html import page
 from warpline.profile.session import Moment, Session, dumps, loads, write
@@ -153,6 +153,29 @@ def test_kernels_that_overlap_have_threads_of_their_own() -> None:
     check_nesting(text)
     titles = [e["args"]["name"] for e in json.loads(text)["traceEvents"] if e["name"] == "thread_name"]
     assert titles == ["GPU 1", "GPU 2"]
+
+
+def boxes(svg: str) -> list[roofchart.Box]:
+    found = re.findall(r"<text class='number' x='([\d.]+)' y='([\d.]+)'[^>]*>(\d+)</text>", svg)
+    return [roofchart.Box(float(x) - 3.5 * len(n), float(y) - 9, 7.0 * len(n), 10) for x, y, n in found]
+
+
+def test_numbers_of_the_roofline_do_not_cover_each_other(recorded: Session) -> None:
+    for session in (recorded, made_up(), made_up(gap=3.0), made_up(scale=90.0), made_up(scale=0.05)):
+        for phase in session.phases:
+            svg = roofchart.roofline(session, phase)
+            found = boxes(svg)
+            names = re.findall(r"<li>(.+?)</li>", svg)
+            assert len(found) == len(names) == svg.count("<circle") > 10
+            assert "whole step" in names
+            assert not any(a.meets(b) for i, a in enumerate(found) for b in found[:i])
+
+
+@pytest.mark.parametrize("corner", [(64.0, 10.0), (890.0, 10.0), (64.0, 376.0), (890.0, 376.0), (450.0, 200.0)])
+def test_dots_in_one_place_have_numbers_in_many(corner: tuple[float, float]) -> None:
+    found = roofchart.place([(*corner, 8.0)] * 25)
+    assert all(box.inside for box in found)
+    assert not any(a.meets(b) for i, a in enumerate(found) for b in found[:i])
 
 
 def test_markdown() -> None:
