@@ -16,7 +16,6 @@ from warpline.cli.profile import kept_name
 from warpline.engine import speeds
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.ladder.rung import Ladder
-from warpline.profile import tree
 from warpline.profile.session import read, save
 
 
@@ -154,6 +153,3 @@ def test_sessions_say_where_they_come_from(path: Path) -> None:
     assert len(session.origin["commit"]) == 40
     assert not session.origin["dirty"]
     assert kept_name(session) == str(path.relative_to(ROOT / "results"))
-    for phase in session.phases:
-        assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
-        assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
