@@ -123,8 +123,8 @@ def _station(session: Session, before: Session | None) -> str:
     share = 100 * min(1.0, whole(session, phase).roof_us / phase.free_us)
     new = STATIONS[session.method, session.dtype]
     return (
-        f"`{session.method}` {session.dtype}, {new}: **{phase.plain_us:,.0f} µs** a token{faster}, {share:.0f} % of the "
-        f"limit. {holds}"
+        f"`{session.method}` {session.dtype}, {new}: **{phase.plain_us:,.0f} µs** a token{faster}, {share:.0f} % of "
+        f"the limit. {holds}"
     )
 
 

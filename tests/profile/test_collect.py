@@ -13,6 +13,7 @@ from tests.conftest import SMALL
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import OnKernels
+from warpline.bench.methods.static_kv import StaticKVCompiled
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import decode_step
 from warpline.errors import ConfigError
@@ -55,11 +56,14 @@ def test_modules_sum_to_the_step(name: str) -> None:
         assert phase.steps == (4 if phase.name == "decode" else recording.PROMPTS)
         assert phase.fastest_us <= phase.step_us <= phase.slowest_us
         assert phase.plain_us > 0
-        if name != "static-kv":  # a model of plain functions, without modules to see
-            attention = root.find(BLOCKS, "attention")
-            assert attention is not None
-            assert {"QKV projection", "output projection"} <= set(attention.children)
-            projections = [row for row in phase.spans if row.path[-1:] == ("QKV projection",)]
+        attention = root.find(BLOCKS, "attention")
+        assert attention is not None
+        assert {"QKV projection", "output projection"} <= set(attention.children)
+        projections = [row for row in phase.spans if row.path[-1:] == ("QKV projection",)]
+        assert len(projections) == 3
+        if name == "static-kv":  # a model of plain functions, whose products tell the modules
+            assert session.notes == ("graphs and compiled code are given to modules by the order of their products",)
+        else:
             assert [row.calls for row in projections] == [1, 1, 1]
     assert session.phase("decode").work.naive == (name == "naive")
 
@@ -81,6 +85,17 @@ def test_recorded_steps_fill_the_time_that_passed(monkeypatch: pytest.MonkeyPatc
     events = recording._kineto(method, prompts, 40, 1)
     found = aggregate(events, expected=40, on_gpu=False)
     assert 0.95 * passed[0] < sum(found.steps) < 1.02 * passed[0]
+
+
+@pytest.mark.skipif(StaticKVCompiled.missing() is not None, reason=str(StaticKVCompiled.missing()))
+def test_loops_of_compiled_code_are_seen() -> None:
+    phase = collect(wish("static-kv-compile", phases=("decode",))).phases[0]
+    loops = {row.path[-1]: row for row in phase.kernels if "cpp_fused" in row.name and row.path}
+    assert {"ln_1", "ln_2", "ln_f", "activation"} <= set(loops)
+    assert not any("Compiled" in row.name for row in phase.kernels)
+    root = tree.build(phase)
+    assert root.us == pytest.approx(phase.step_us, rel=0.02)
+    assert root.find(BLOCKS, "MLP", "projection") is not None
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu-int8", "int8")])
@@ -183,6 +198,7 @@ def test_kinetos_events_become_ours() -> None:
         kineto("aten::bmm", 104, 10, thread=9),
         kineto("cudaLaunchKernel", 106, 4, correlation=7),
         kineto("cudaStreamSynchronize", 112, 4),
+        kineto("TorchDynamo Cache Lookup", 118, 4),
         kineto("gemm", 130.033, 20, correlation=7, device="CUDA"),
         kineto("warpline mark end", 160, 0.1, user=True),
     ]

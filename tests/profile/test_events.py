@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,29 @@ def test_spans_inside_spans_keep_their_own_time() -> None:
     assert rows["h.0", "attention"] == (0, 6)
     assert rows["h.0", "attention", "fused attention"] == (4, 0)
     assert rows[()] == (0, 5)
+
+
+def test_operators_are_placed_by_a_sequencer_where_nobody_names_modules() -> None:
+    """The region around all is the step's, what is inside an operator goes with it; sums hold as ever."""
+    events: list[Event] = []
+    for at in (0.0, 100.0):
+        events += [Event("mark", "", at), Event("op", "compiled region", at + 1, 90)]
+        events += [Event("op", "cpp_fused_layer_norm_0", at + 5, 10), Event("op", "aten::addmm", at + 20, 30)]
+        events += [Event("op", "aten::expand", at + 22, 4), Event("op", "aten::mm", at + 60, 20)]
+    seen: list[list[str]] = []
+
+    def sequencer(names: Sequence[str]) -> list[ModulePath | None]:
+        seen.append(list(names))
+        return [("h.0", "ln_1"), ("h.0", "attention", "QKV projection"), None]
+
+    found = aggregate([*events, end(200)], expected=2, on_gpu=False, sequencer=sequencer)
+    assert seen == [["cpp_fused_layer_norm_0", "aten::addmm", "aten::mm"]] * 2
+    rows = times(found.spans)
+    assert rows["h.0", "ln_1"] == (10, 0)
+    assert rows["h.0", "attention", "QKV projection"] == (30, 0)
+    assert rows[()] == (50, 10)  # the product that nobody could place, and the region's own time
+    assert found.unplaced == 2
+    assert sum(row.us for row in found.kernels) == 90
 
 
 def gpu_step(at: float, number: int) -> list[Event]:

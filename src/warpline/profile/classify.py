@@ -39,8 +39,8 @@ _OPERATORS = {
 }
 #: Kernels of others on a GPU: the first rule of which something is found in the name.
 _KERNELS = (
-    ("reduction", r"^triton_(red|per)_"),
-    ("elementwise", r"^triton_poi_"),
+    ("reduction", r"^triton_(red|per)_|cpp_fused.*(norm|softmax|argmax)"),
+    ("elementwise", r"^triton_poi_|cpp_fused"),
     ("memory", r"^Memcpy|^Memset|^memcpy|^memset|^detach$"),
     ("attention", r"flash|fmha|attention|sdpa|mha_"),
     ("GEMM", r"gemm|gemv|cutlass|wgmma|sgemm|xmma|cublas|splitK|dot_kernel|_mm_|\bnvjet"),

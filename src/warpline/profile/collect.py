@@ -18,16 +18,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.hf import _Transformers
-from warpline.bench.methods.ours import Naive, OnCpuInt8, OnPersistent, _OnExecutor
+from warpline.bench.methods.ours import Naive, OnCpuInt8, OnPersistent
 from warpline.bench.protocol import timed
 from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
 from warpline.errors import ConfigError
 from warpline.model.weights import read_config
 from warpline.profile import stamps
-from warpline.profile.events import Aggregate, Event, Sequencer, aggregate
-from warpline.profile.instruments import Mark, Span, reason_against, sequencer_of, watched
+from warpline.profile.events import Aggregate, Event, aggregate
+from warpline.profile.instruments import Mark, Span, by_order, naming_loops, reason_against, sequencer_of, watched
 from warpline.profile.session import PHASES, Launches, ModulePath, Phase, Session, Work
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,9 @@ PROMPTS = 3
 _PREFIX, _MARK, _END = "warpline|", "warpline mark", "warpline mark end"
 #: Calls that give the GPU work.
 _DRIVER = tuple(f"{api}{call}" for api in ("cu", "cuda") for call in ("Launch", "GraphLaunch", "Memcpy", "Memset"))
+
+#: What torch.compile and the recorder say of themselves: no operators, their time is dispatch.
+_BOOKS = ("## Call Compiled", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph", "Activity Buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,9 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
     prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
     method = kind(weights, case, device)
     try:
-        for _ in range(1 + kind.warm_up):
-            method.generate(prompts, case.new)
+        with naming_loops(kind):  # a CPU's code is compiled when it is first called
+            for _ in range(1 + kind.warm_up):
+                method.generate(prompts, case.new)
         tick(1)
         recorder = _Recorder(method, prompts, wish)
         phases = []
@@ -163,11 +166,11 @@ class _Recorder:
         if found.unplaced:
             share = found.unplaced / max(1.0, found.launches.kernels * len(found.steps))
             self.notes.append(
-                f"{name}: {100 * share:.0f} % of the kernels come from a graph or a library of which no table exists; "
-                "they are counted to the step itself"
+                f"{name}: {100 * share:.0f} % of the kernels or operators come from a graph, compiled code or a "
+                "library of which no table exists; they are counted to the step itself"
             )
-        elif self._on_gpu and not isinstance(self.method, Naive | _OnExecutor | _Transformers):
-            self.notes.append("kernels of graphs and compiled code are given to modules by the order of the products")
+        elif by_order(self.method):
+            self.notes.append("graphs and compiled code are given to modules by the order of their products")
         mean = statistics.fmean(found.steps)
         return Phase(
             name=name,
@@ -209,7 +212,7 @@ class _Recorder:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         events = record(self.method, self.prompts, new, calls)
-        sequencer: Sequencer | None = sequencer_of(self.method, name) if self._on_gpu else None
+        sequencer = sequencer_of(self.method, name)
         return aggregate(events, expected=calls * new, skip=skip, on_gpu=self._on_gpu, sequencer=sequencer)
 
 
@@ -290,7 +293,7 @@ def convert(raw: Sequence[Any]) -> list[Event]:
             found.append(Event("span", name, start, us, path=tuple(name.removeprefix(_PREFIX).split("/"))))
         elif name.startswith(_DRIVER):
             found.append(Event("launch", name, start, us, event.correlation_id()))
-        elif event.start_thread_id() == thread and not name.startswith(("cuda", "cu")):
+        elif event.start_thread_id() == thread and not name.startswith(("cuda", "cu", *_BOOKS)):
             found.append(Event("op", name, start, us))
     return found
 

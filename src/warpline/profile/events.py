@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from warpline.errors import ConfigError
+from warpline.profile.classify import classify
 from warpline.profile.names import common
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, SpanRow
 
@@ -93,7 +94,7 @@ def aggregate(
     host = _Host(events, steps.edges)
     if on_gpu:
         return _of_gpu(events, host, steps, skip, sequencer)
-    return _of_cpu(events, host, steps, skip)
+    return _of_cpu(events, host, steps, skip, sequencer)
 
 
 class _Steps:
@@ -185,7 +186,7 @@ def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]
     return found
 
 
-def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int) -> Aggregate:
+def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int, sequencer: Sequencer | None) -> Aggregate:
     count = steps.count - skip
     ops = [event for event in events if event.kind == "op" and steps.counts(event.start, skip)]
     own = _self_times(ops)
@@ -197,10 +198,11 @@ def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int) -> A
         if steps.counts(span.start, skip):
             sums[span.path].calls += 1
     table: dict[tuple[str, ModulePath], _Sums] = defaultdict(_Sums)
-    for op, us in zip(ops, own, strict=True):
-        path = host.at(op.start)
+    places = _op_places(ops, host, steps, sequencer)
+    for op, us, place in zip(ops, own, places, strict=True):
+        path = () if place is None else place
         sums[path].busy += us
-        sums[path].gap -= us
+        sums[host.at(op.start)].gap -= us
         entry = table[op.name, path]
         entry.busy += us
         entry.gap += op.us
@@ -215,8 +217,33 @@ def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int) -> A
         kernels=_kernel_rows(table, count),
         launches=Launches(kernels=len(ops) / count),
         timeline=_timeline(host, [[] for _ in lasted], ops, lasted, steps, skip),
-        unplaced=0,
+        unplaced=sum(place is None for place in places),
     )
+
+
+def _op_places(
+    ops: Sequence[Event], host: _Host, steps: _Steps, sequencer: Sequencer | None
+) -> list[ModulePath | None]:
+    """The module of each operator: where the host was, or, of compiled code, by its place in the step. Only outermost
+    operators of a known class are placed so; those inside go with them, and what surrounds them all is the step's."""
+    if sequencer is None:
+        return [host.at(op.start) for op in ops]
+    found: list[ModulePath | None] = [()] * len(ops)
+    outer: dict[int, int] = {}  # of each operator that is inside another or placed itself, the one that is placed
+    by_step: dict[int | None, list[int]] = defaultdict(list)
+    last: int | None = None
+    for i in sorted(range(len(ops)), key=lambda i: (ops[i].start, -ops[i].us)):
+        if last is not None and ops[i].end <= ops[last].end:
+            outer[i] = last
+        elif classify(ops[i].name) != "other":
+            last = outer[i] = i
+            by_step[steps.at(ops[i].start)].append(i)
+    for own in by_step.values():
+        for i, place in zip(own, sequencer([ops[i].name for i in own]), strict=True):
+            found[i] = place
+    for i, whole in outer.items():
+        found[i] = found[whole]
+    return found
 
 
 def _self_times(ops: Sequence[Event]) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.hf import StaticCompiled, _Transformers
 from warpline.bench.methods.ours import Naive, NaiveCompiled, OnCpu, OnTorch, OnTorchCompiled, _OnExecutor
-from warpline.bench.methods.static_kv import StaticKV
+from warpline.bench.methods.static_kv import StaticKV, StaticKVCompiled
 from warpline.engine.executor import Executor
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.prompts import Pass
@@ -46,6 +46,15 @@ def reason_against(method: type[Method]) -> str | None:
     if issubclass(method, Naive | _OnExecutor | _Transformers | StaticKV):
         return None
     return f"{method.title} computes outside of torch, and nothing can be seen of it: 'warpline bench' times it"
+
+
+def naming_loops(method: type[Method]) -> AbstractContextManager[object]:
+    """While this is open, what torch compiles for a CPU has its loops recorded by name."""
+    if not issubclass(method, NaiveCompiled | OnTorchCompiled | StaticKVCompiled | StaticCompiled):
+        return nullcontext()
+    from torch._inductor import config
+
+    return config.patch({"cpp.enable_kernel_profile": True})  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -194,12 +203,19 @@ def _hooked(model: Any, span: Span) -> Iterator[None]:
 Op = tuple[str, ModulePath]
 
 
+def by_order(method: Method) -> bool:
+    """Whether nobody sees its modules, so that only the order of its products tells them."""
+    return isinstance(method, StaticKV | NaiveCompiled | OnTorchCompiled | StaticCompiled)
+
+
 def sequencer_of(method: Method, phase: str) -> Sequencer | None:
     """For executors that launch by a table or from a graph of it: which module each kernel of a step belongs to. For
-    others that nobody can look into: by the order of their products."""
-    if isinstance(method, StaticKV | NaiveCompiled | OnTorchCompiled | StaticCompiled):
+    others that nobody can look into: by the order of their products, on a CPU too."""
+    if by_order(method):
         layers = method.case.windowed(method.weights.config).n_layer
         return lambda names: by_products(names, layers)
+    if method.device.type != "cuda":
+        return None
     if not isinstance(method, _OnExecutor) or isinstance(method, OnTorch):
         return None
     state, executor = method._state, method._executor

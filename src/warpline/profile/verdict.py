@@ -255,7 +255,8 @@ def _small_steps(session: Session, phase: Phase, priced: list[Point]) -> Iterato
             "almost no arithmetic.",
             "Fuse them into the products beside them, as the kernels of the graph executor do."
             if session.kind == "cuda"
-            else "Fuse them into the products beside them, as torch.compile does.",
+            else "Fuse them into the products beside them"
+            + ("." if "compile" in session.method else ", as torch.compile does."),
             spent,
             phase.free_us,
         )
