@@ -51,14 +51,15 @@ _KERNELS = (
     ("memory", r"copy|Copy|CatArray|gather|scatter|index|Index|embedding|transpose|fill|Fill|arange"),
     ("elementwise", r"elementwise|gelu|where|compare|binary|unary|pointwise"),
 )
-_HOST = re.compile(r"^[a-z_]+::")
+#: A library and a name: kernels' have more colons, brackets or spaces.
+_HOST = re.compile(r"[a-z_]+::\w+(\.\w+)?")
 
 
 def classify(name: str) -> str:
     """The class of a kernel or an operator."""
     if name.startswith("warpline_"):
         return next((kind for kind, rule in _OURS.items() if re.search(rule, name)), "other")
-    if _HOST.match(name) and not name.startswith(("at::", "void ", "cub::")):
+    if _HOST.fullmatch(name):
         operator = name.split("::", 1)[1]
         return next((kind for kind, rule in _OPERATORS.items() if re.fullmatch(rule, operator)), "other")
     return next((kind for kind, rule in _KERNELS if re.search(rule, name)), "other")
