@@ -328,6 +328,8 @@ def test_copies_are_the_steps_own() -> None:
     ops = [("layernorm", ("a",)), ("matmul", ("b",))]
     names = ["Memcpy HtoD", "warpline_layernorm", "gemm", "Memset (Device)"]
     assert placed(names, ops) == [(), ("a",), ("b",), ()]
+    assert placed(["CatArrayBatchedCopy", *names], ops) == [(), (), ("a",), ("b",), ()]
+    assert by_products(["Memcpy DtoD", *["gemm"] * 9], 2)[:2] == [(), ("h.0", "attention", "QKV projection")]
 
 
 def test_stamps() -> None:

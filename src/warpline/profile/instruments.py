@@ -248,7 +248,7 @@ def _ops_of(prompt: Pass, weights: Weights) -> list[Op]:
 def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
     """The modules of the kernels `names`, which ran in the order of `ops`. Ours are called like their op. Kernels of
     other names are a library's: they belong to the ops between ours, a product beginning each; where that does not come
-    out even, nobody knows. Copies are the step's own."""
+    out even, nobody knows. Copies, and what runs where no op is left, such as taking in prompts, are the step's own."""
     copies = [name.startswith(("Memcpy", "Memset")) for name in names]
     found: list[ModulePath | None] = []
     foreign: list[str] = []
@@ -271,7 +271,9 @@ def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
 
 
 def _spread(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
+    if not ops:  # nothing of the table is missing here
+        return [()] * len(names)
     products = [i for i, name in enumerate(names) if begins_product(name)]
-    if not ops or products[:1] != [0] or len(products) != len(ops):
+    if products[:1] != [0] or len(products) != len(ops):
         return [None] * len(names)
     return [ops[sum(i <= at for i in products) - 1][1] for at in range(len(names))]

@@ -15,6 +15,8 @@ WIDTH, HEIGHT = 900, 420
 _LEFT, _BOTTOM, _EDGE = 64, 44, 10
 #: A number's height, and the width of one of its digits.
 _LETTER_HEIGHT, _LETTER_WIDTH = 12.0, 7.5
+#: How far from its dot's edge a number stands.
+_NEAR = 9.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,10 @@ def roofline(session: Session, phase: Phase) -> str:
     dots = [(x(point.intensity), y(point.tflop_s), _radius(point, phase)) for point in drawn]
     for point, (at_x, at_y, radius) in zip(drawn, dots, strict=True):
         parts.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='{radius:.1f}' data-tip='{_safe(_told(point))}'/>")
-    for number, ((at_x, at_y, _), box) in enumerate(zip(dots, place(dots), strict=True), 1):
-        middle = box.x + box.width / 2
-        parts.append(f"<path class='lead' d='M{at_x:.1f} {at_y:.1f}L{middle:.1f} {box.y + box.height / 2:.1f}'/>")
+    for number, ((at_x, at_y, radius), box) in enumerate(zip(dots, place(dots), strict=True), 1):
+        middle, height = box.x + box.width / 2, box.y + box.height / 2
+        if math.hypot(middle - at_x, height - at_y) > radius + _NEAR:  # a line says whose number it is
+            parts.append(f"<path class='lead' d='M{at_x:.1f} {at_y:.1f}L{middle:.1f} {height:.1f}'/>")
         parts.append(f"<text class='number' x='{middle:.1f}' y='{box.y + 10:.1f}' text-anchor='middle'>{number}</text>")
     parts.append(f"<text x='{(WIDTH + _LEFT) / 2}' y='{HEIGHT - 6}' text-anchor='middle'>FLOP per byte</text>")
     parts.append(f"<text x='4' y='{HEIGHT / 2}' transform='rotate(-90 12 {HEIGHT / 2})'>TFLOP/s</text></svg>")
@@ -99,7 +102,7 @@ def place(dots: Sequence[tuple[float, float, float]]) -> list[Box]:
                 y + away * math.sin(turn * math.pi / 8) - _LETTER_HEIGHT / 2,
                 width,
             )
-            for away in (radius + 8 + 7 * ring for ring in range(WIDTH // 7))
+            for away in (radius + _NEAR + 7 * ring for ring in range(WIDTH // 7))
             for turn in range(16)
         )
         found.append(next(box for box in spiral if box.inside and not any(box.meets(other) for other in found)))
