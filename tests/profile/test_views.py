@@ -15,7 +15,7 @@ from warpline.profile.classify import classes, classify, unknown
 from warpline.profile.compare import compare
 from warpline.profile.launches import kernel_table, overhead
 from warpline.profile.names import hf_path, op_path, path_of, stamp_path
-from warpline.profile.render import markdown
+from warpline.profile.render import markdown, picture
 from warpline.profile.render.html import page
 from warpline.profile.roofline import class_bytes, points, project, whole
 from warpline.profile.session import KernelRow, Launches, ModulePath, Session, SpanRow, Work
@@ -256,6 +256,7 @@ def test_exchanges_of_the_persistent_kernel_are_named() -> None:
     count = 4 * LAYERS + 2
     assert (best.kind, best.saved_us) == ("exchanges", 2.0 * count)
     assert f"{count} times a step" in best.cause
+    assert picture.shares(phase)["exchanges"] == pytest.approx(2.0 * count)
     assert {row.kind for row in classes(phase)} == {"exchange", "GEMM", "attention"}
     assert not unknown(phase)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,32 @@ def test_profiles_are_not_stale() -> None:
     assert {path.name for path in profiles.IMAGES.glob("profile-*.svg")} == set(wanted), "run: make readme"
     for name, text in wanted.items():
         assert (profiles.IMAGES / name).read_text(encoding="utf-8") == text, "run: make readme"
+
+
+def test_the_story_goes_from_station_to_station(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GPUs before CPUs, stations in their order, whatever there is; other methods have tables alone."""
+    monkeypatch.setattr(profiles, "ROOT", tmp_path)
+    profiles.sessions.cache_clear()
+    assert profiles.story() == profiles.methods() == profiles.verdicts() == profiles.naive_tables() == profiles.NOTHING
+    assert profiles.pictures() == {}
+    for machine, method, scale in (
+        ("cpu", "naive", 9.0),
+        ("gpu", "graph", 1.0),
+        ("gpu", "naive", 4.0),
+        ("gpu", "hf-sdpa", 3.0),
+    ):
+        dtype = "fp32" if method == "naive" else "fp16"
+        (phase,) = made_up(scale=scale).phases
+        both = (replace(phase, name="prefill"), phase)
+        one = made_up(method=method, dtype=dtype, kind="cpu" if machine == "cpu" else "cuda", phases=both)
+        save(one, tmp_path / "results" / machine / "profile" / f"{method}.json")
+    profiles.sessions.cache_clear()
+    lines = [line for line in profiles.story().splitlines() if line[:1].isdigit()]
+    assert [line.split("`")[1] for line in lines] == ["naive", "graph", "naive"]
+    assert "4.00× as fast as the one before" in lines[1]
+    assert "`hf-sdpa` fp16" in profiles.methods()
+    assert len(profiles.pictures()) == 4
+    profiles.sessions.cache_clear()
 
 
 def test_sessions_get_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def roofline(session: Session, phase: Phase) -> str:
         parts.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='{radius:.1f}' data-tip='{_safe(_told(point))}'/>")
     for number, ((at_x, at_y, radius), box) in enumerate(zip(dots, place(dots), strict=True), 1):
         middle, height = box.x + box.width / 2, box.y + box.height / 2
-        if math.hypot(middle - at_x, height - at_y) > radius + _NEAR:  # a line says whose number it is
+        if math.hypot(middle - at_x, height - at_y) > radius + _NEAR + 1:  # a line says whose number it is
             parts.append(f"<path class='lead' d='M{at_x:.1f} {at_y:.1f}L{middle:.1f} {height:.1f}'/>")
         parts.append(f"<text class='number' x='{middle:.1f}' y='{box.y + 10:.1f}' text-anchor='middle'>{number}</text>")
     parts.append(f"<text x='{(WIDTH + _LEFT) / 2}' y='{HEIGHT - 6}' text-anchor='middle'>FLOP per byte</text>")
