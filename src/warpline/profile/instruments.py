@@ -17,7 +17,16 @@ from torch.profiler import record_function
 
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.hf import StaticCompiled, _Transformers
-from warpline.bench.methods.ours import Naive, NaiveCompiled, OnCpu, OnTorch, OnTorchCompiled, _OnExecutor
+from warpline.bench.methods.ours import (
+    Naive,
+    NaiveCompiled,
+    OnCpu,
+    OnKernels,
+    OnPersistent,
+    OnTorch,
+    OnTorchCompiled,
+    _OnExecutor,
+)
 from warpline.bench.methods.static_kv import StaticKV, StaticKVCompiled
 from warpline.engine.executor import Executor
 from warpline.engine.kernels_exec import KernelsExecutor
@@ -214,9 +223,7 @@ def sequencer_of(method: Method, phase: str) -> Sequencer | None:
     if by_order(method):
         layers = method.case.windowed(method.weights.config).n_layer
         return lambda names: by_products(names, layers)
-    if method.device.type != "cuda":
-        return None
-    if not isinstance(method, _OnExecutor) or isinstance(method, OnTorch):
+    if not isinstance(method, OnKernels | OnPersistent):
         return None
     state, executor = method._state, method._executor
     assert state is not None  # it has generated before
