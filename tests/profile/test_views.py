@@ -166,8 +166,9 @@ def test_projection() -> None:
     assert next(row for row in rows if row.name == "ln_1").expected_us is None
     with pytest.raises(ConfigError, match="nothing is known of a GPU called 'abacus'"):
         project(session, session.phases[0], "abacus")
-    with pytest.raises(ConfigError, match="bf16"):
-        project(made_up(dtype="bf16"), session.phases[0], "t4")
+    for dtype in ("bf16", "int8"):
+        with pytest.raises(ConfigError, match=f"nothing computes in {dtype} on Tesla T4"):
+            project(made_up(dtype=dtype), session.phases[0], "t4")
 
 
 def test_overhead_and_kernels() -> None:

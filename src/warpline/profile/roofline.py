@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from warpline import hardware
+from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model import parameters as p
@@ -97,8 +98,8 @@ def other_roofs(gpu: str, dtype: str) -> Roofs:
     if device is None or device.spec_bandwidth is None:
         names = ", ".join(one.name for one in hardware.KNOWN_GPUS)
         raise ConfigError(f"nothing is known of a GPU called '{gpu}'; choose from: {names}")
-    if not device.supports(dtype):
-        raise ConfigError(f"{device.name} cannot compute in {dtype}: profile in fp16 or fp32")
+    if dtype not in DTYPE_BYTES or not device.supports(dtype):
+        raise ConfigError(f"nothing computes in {dtype} on {device.name}: profile in fp16 or fp32")
     rate = device.fp32_tflops if dtype == "fp32" else device.tensor_tflops
     assert rate is not None
     return Roofs(device.name, device.spec_bandwidth, rate, measured=False)
