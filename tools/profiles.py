@@ -1,5 +1,5 @@
-"""What docs/profiling.md says of results/*/profile/*.json: a table of methods and a picture for each machine and model,
-and the sections of the naive model's own profile."""
+"""What docs/profiling.md says of results/*/profile/*.json: for each machine and model the way from the naive model to
+the fastest, a table of methods and a picture; and the sections of the naive model's own profile."""
 
 from __future__ import annotations
 
@@ -18,6 +18,24 @@ from warpline.profile.verdict import findings, verdict
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
+NOTHING = "No session has been recorded yet."
+
+#: The way from the naive model to the fastest, and what is new at each station.
+STATIONS = {
+    ("naive", "fp32"): "the textbook: the whole text again for every token, attention step by step",
+    ("naive", "fp16"): "the same in half precision",
+    ("torch", "fp32"): "keys and values are kept, attention is one operator",
+    ("torch", "fp16"): "keys and values are kept, attention is one operator",
+    ("static-kv", "fp16"): "a cache of fixed size, so that nothing depends on the host",
+    ("static-kv-graph", "fp16"): "the step captured in a CUDA graph",
+    ("static-kv-compile", "fp32"): "a cache of fixed size, operators fused by torch.compile",
+    ("static-kv-compile", "fp16"): "kernels fused by torch.compile, in a CUDA graph: the strongest PyTorch",
+    ("kernels", "fp16"): "our own kernels, LayerNorm, GELU and residuals fused into products, launched one by one",
+    ("graph", "fp16"): "the same captured in a graph, launches overlapping",
+    ("persistent", "fp16"): "one launch decodes many tokens",
+    ("cpu", "fp32"): "a team of threads runs one compiled function for many tokens",
+    ("cpu-int8", "int8"): "the same with a byte for a weight",
+}
 
 
 def stamp() -> int:
@@ -79,7 +97,35 @@ def methods() -> str:
         for phase in PHASES:
             parts.append(f"![A {phase} step, by part](images/{_image(machine, model, phase)})")
             parts.append(_table(group, phase))
-    return "\n\n".join(parts) or "No session has been recorded yet."
+    return "\n\n".join(parts) or NOTHING
+
+
+def story() -> str:
+    """Station by station, of decoding: how long a token takes, what holds it up, and whether what the profile promised
+    came true at the next."""
+    parts = []
+    for (_, model), group in sessions().items():
+        by_name = {(one.method, one.dtype): one for one in group}
+        there = [by_name[name] for name in STATIONS if name in by_name]
+        lines = [f"{i}. {_station(session, there[i - 2] if i > 1 else None)}" for i, session in enumerate(there, 1)]
+        parts.append("\n".join([f"**{group[0].device}, {model}**", "", *lines]))
+    return "\n\n".join(parts) or NOTHING
+
+
+def _station(session: Session, before: Session | None) -> str:
+    phase = session.phase("decode")
+    faster = ""
+    if before is not None:
+        ratio = before.phase("decode").plain_us / phase.plain_us
+        faster = f", {ratio:.2f}× as fast as the one before"
+    best = findings(session, phase)
+    holds = f"{best[0].cause} Without that, at best {best[0].gain:.2f}×." if best else "Nothing is left to name."
+    share = 100 * min(1.0, whole(session, phase).roof_us / phase.free_us)
+    new = STATIONS[session.method, session.dtype]
+    return (
+        f"`{session.method}` {session.dtype}, {new}: **{phase.plain_us:,.0f} µs** a token{faster}, {share:.0f} % of "
+        f"the limit. {holds}"
+    )
 
 
 def _table(group: list[Session], name: str) -> str:
@@ -118,7 +164,7 @@ def naive_tables() -> str:
     """The four tables of the naive model."""
     session = _told()
     if session is None:
-        return "No session has been recorded yet."
+        return NOTHING
     parts = [sections.heading(session) + "."]
     for name in PHASES:
         parts.append(f"**{name}** (a step of {tree.build(session.phase(name)).us:,.0f} µs, recorded)")
@@ -130,7 +176,7 @@ def naive_kernels() -> str:
     """Its classes, its longest kernels and its roofline, of a decode step."""
     session = _told()
     if session is None:
-        return "No session has been recorded yet."
+        return NOTHING
     phase = session.phase("decode")
     found = [
         sections.by_class(session, phase),
@@ -149,4 +195,4 @@ def verdicts() -> str:
             for phase in session.phases:
                 lines.append(f"- `{session.method}`, {session.model} {session.dtype}, {session.device}: "
                              f"{verdict(session, phase)}")  # fmt: skip
-    return "\n".join(lines) or "No session has been recorded yet."
+    return "\n".join(lines) or NOTHING

@@ -138,6 +138,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     **{ladders.PAGE.format(name): {"climb": functools.partial(ladders.measured, name)} for name in LADDERS},
     "docs/stories.md": {"samples": samples},
     "docs/profiling.md": {
+        "profile story": profiles.story,
         "profile methods": profiles.methods,
         "profile tables": profiles.naive_tables,
         "profile kernels": profiles.naive_kernels,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
-from warpline.bench import methods, plan
+from warpline.bench import methods, plan, run
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import Naive, OnTorch
 from warpline.bench.oracle import Oracle
@@ -134,6 +134,24 @@ def test_at_best_is_the_limit() -> None:
     (cold, _), (memory, both) = (plan.need(case(kind=kind), 1.0, [1.0, 1.0]) for kind in ("coldstart", "memory"))
     assert cold == 2 * memory == both
     assert plan.need(case(), 1.0, []) == (0, 0)
+
+
+@pytest.mark.parametrize("model", ["random:gpt2", "random:gpt2-xl"])
+def test_a_gpu_reads_the_models_bytes_or_many_whichever_is_faster(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    asked: list[int] = []
+
+    def read(megabytes: int) -> float:
+        asked.append(megabytes)
+        return (
+            4000.0 if megabytes > 1000 else 9000.0 if megabytes < 100 else 3500.0
+        )  # a cache, a short read, a long one
+
+    monkeypatch.setattr(run, "read_bandwidth", read)
+    monkeypatch.setattr(run, "product_rate", lambda _: 500.0)
+    found = Bench(Settings("cuda")).limits(case(model=model, dtype="fp16"))
+    assert found == {"read_gb_s": 4000.0, "product_tflop_s": 500.0}
+    assert sorted(asked) == ([248, 1024] if model == "random:gpt2" else [1024])
+    assert Bench(Settings("cuda")).limits(case(model="stories", dtype="fp16"))["read_gb_s"] == 9000.0
 
 
 def test_hurry_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

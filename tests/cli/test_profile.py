@@ -36,6 +36,29 @@ def test_record_and_write_everything(run: Run, tmp_path: Path) -> None:
     assert json.loads(out)["method"] == "torch"
 
 
+def test_several_methods_in_one_process(run: Run, tmp_path: Path) -> None:
+    """What fails is a line, the others are recorded, and in the end it is an error. The second time says what it
+    replaces."""
+    words = ["profile", "torch,graph", "cpu:int8", "--dtype", "fp32", "-m", SMALL, "--device", "cpu", "--context", "8"]
+    words += ["--steps", "2", "--phase", "decode", "--save", str(tmp_path)]
+    code, out, err = run(*words)
+    assert code == 2
+    assert err.splitlines() == [
+        "graph:fp32: graph cannot be profiled here: runs on cuda only",
+        "error: 1 of 3 methods were not profiled: graph:fp32",
+    ]
+    kept = {path.name.split("-random")[0]: path for path in tmp_path.rglob("*.json")}
+    assert set(kept) == {"torch", "cpu-int8"}
+    assert out.count("Verdict") == 2
+    found = read(kept["cpu-int8"])
+    assert found.dtype == "int8"
+    assert [row.path for row in found.phase("decode").spans if row.path] == [("whole model",)]
+    kept["torch"].write_text("{}")
+    code, _, err = run(*words)
+    assert "replaces a session that cannot be opened any more" in err
+    assert f"replaces one of {found.origin['time']}, commit" in err
+
+
 def test_show_and_compare(run: Run, kept: Path) -> None:
     code, out, _ = run("profile", str(kept / "a.json"), "--gpu", "t4", "--layers")
     assert code == 0
@@ -60,7 +83,13 @@ def test_show_and_compare(run: Run, kept: Path) -> None:
         (["torch", "--gpu", "abacus"], "nothing is known of a GPU"),
         (["missing.json"], "cannot read missing.json"),
         (["compare", "a.json"], "two sessions are compared"),
-        (["torch", "naive"], "one method or session at a time"),
+        (["torch", "missing.json"], "unknown method 'missing.json'"),
+        (["torch:fp64"], "unknown dtype 'fp64'"),
+        (["torch,naive", "--html", "a.html"], "--html is for one method, not 2"),
+        (["torch", "--dtype", "fp32,bf16", "--json"], "--json is for one method, not 2"),
+        (["torch", "--dtype", "int8", "--device", "cpu", "-m", SMALL], "torch has no int8"),
+        (["cpu-int8", "--dtype", "fp16", "--device", "cpu", "-m", SMALL], "cpu-int8 has no fp16"),
+        (["onnxruntime", "--device", "cpu", "-m", SMALL], "cannot be profiled here"),
         (["persistent", "--device", "cpu", "-m", SMALL], "runs on cuda only"),
         (["ctranslate2", "--device", "cpu", "-m", SMALL], "cannot be profiled here"),
     ],

@@ -13,9 +13,13 @@ from tests.conftest import SMALL
 from warpline.cli.main import main
 from warpline.profile import collect as recording
 from warpline.profile import tree
+from warpline.profile.classify import classes, classify
 from warpline.profile.collect import Wish, collect
+from warpline.profile.compare import compare
 from warpline.profile.names import BLOCKS
+from warpline.profile.roofline import whole
 from warpline.profile.session import Session, dumps, loads, read
+from warpline.profile.verdict import verdict
 
 pytestmark = [  # torch's own
     pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
@@ -61,9 +65,39 @@ def test_modules_are_seen(method: str, phase: str) -> None:
 def test_graphs_are_placed_by_their_table(batch: int, phase: str) -> None:
     session = profiled("graph", batch=batch, phases=(phase,))
     found = session.phases[0]
-    lost = [row for row in found.kernels if not row.path and not row.name.startswith("Mem")]
-    assert not lost, [row.name for row in lost]
+    lost = [row for row in found.kernels if not row.path and classify(row.name) not in ("memory", "elementwise")]
+    assert not lost, [row.name for row in lost]  # but for what takes the prompts in
+    assert not session.notes
     assert found.launches.graphs == 1
+
+
+@pytest.mark.parametrize("method", ["torch", "graph", "static-kv-graph"])
+def test_the_timeline_has_whole_steps(method: str) -> None:
+    """What the host does for a step and the step's kernels, which run when the host is long done."""
+    for phase in profiled(method).phases:
+        steps = [moment for moment in phase.timeline if moment.track == "step"]
+        kernels = [moment for moment in phase.timeline if moment.track == "gpu"]
+        assert len(kernels) == pytest.approx(len(steps) * phase.launches.kernels, rel=0.1)
+        for step in steps:
+            inside = [m for m in kernels if step.start <= m.start < step.start + step.us]
+            assert inside
+            assert max(m.start + m.us for m in inside) <= step.start + step.us + 0.05
+        assert [m for m in phase.timeline if m.track == "host"]
+
+
+@pytest.mark.parametrize("method", ["graph", "static-kv-graph"])
+def test_what_lies_between_two_prompts_is_not_counted(method: str) -> None:
+    phase = profiled(method, model="random:gpt2", phases=("prefill",)).phases[0]
+    assert phase.fastest_us < 1.5 * phase.plain_us + 300  # recording has its price
+
+
+@pytest.mark.parametrize("method", ["graph", "persistent"])
+@pytest.mark.parametrize("model", ["stories", "random:gpt2"])
+def test_nothing_is_faster_than_the_gpu(method: str, model: str) -> None:
+    session = profiled(method, model=model, context=128)
+    for phase in session.phases:
+        assert whole(session, phase).share <= 1
+        assert verdict(session, phase)
 
 
 def test_strongest_torch_is_profiled() -> None:
@@ -85,6 +119,14 @@ def test_stages_of_the_persistent_kernel() -> None:
     assert all(row.us >= 0 for row in phase.spans)
     assert phase.slowdown < 1.3
     assert phase.launches.count < 1
+    assert {row.kind for row in classes(phase)} == {"GEMM", "attention", "exchange"}
+
+
+def test_the_persistent_kernels_stages_compare_with_the_graphs_kernels() -> None:
+    graph, persistent = (profiled(method, phases=("decode",)) for method in ("graph", "persistent"))
+    (found,) = compare(graph, persistent)
+    both = {change.name for change in found.modules if change.before is not None and change.after is not None}
+    assert {"ln_1 + QKV projection", "projection + residual 2", "ln_f + LM head"} <= both
 
 
 def test_without_cupti(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +148,12 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert not caught.value.code
     assert "GPU busy" in capsys.readouterr().out
     assert read(tmp_path / "a.json").kind == "cuda"
+
+
+def test_several_in_one_process(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["profile", "graph,kernels", "torch:fp32", "cpu", "-m", SMALL, "--context", "16", "--steps", "3"]
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--device", "cuda", "--save", str(tmp_path)])
+    assert caught.value.code == 2
+    assert "1 of 4 methods were not profiled: cpu:fp16" in capsys.readouterr().err
+    assert {read(path).method for path in tmp_path.rglob("*.json")} == {"graph", "kernels", "torch"}

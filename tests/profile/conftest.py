@@ -64,8 +64,9 @@ def made_up(
         spans=spans,
         kernels=kernels,
         launches=Launches(len(spans), 3.0 * len(spans), 0, len(spans)),
-        timeline=tuple(
-            Moment("gpu", _kernel(row.path), row.path, 10.0 * i, row.busy_us) for i, row in enumerate(spans[:40])
+        timeline=(
+            Moment("step", "step 1", (), 0.0, 400.0),
+            *(Moment("gpu", _kernel(row.path), row.path, 10.0 * i, row.busy_us) for i, row in enumerate(spans[:40])),
         ),
     )
     head: dict[str, Any] = {

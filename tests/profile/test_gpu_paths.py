@@ -45,8 +45,8 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = torch.randint(weights.config.vocab_size, (1, 12))
     method = methods.find("torch")(weights, one.case, torch.device("cpu"))
     method.generate(prompts, one.case.new)
-    events, end = recording._by_events(method, prompts, one.case.new, 1)
-    found = aggregate(events, end, skip=3, on_gpu=True)
+    events = recording._by_events(method, prompts, one.case.new, 1)
+    found = aggregate(events, expected=one.case.new, skip=3, on_gpu=True)
     assert len(found.steps) == 4
     paths = {row.path for row in found.spans}
     assert {("h.2", "attention", "fused attention"), ("LM head",)} <= paths
@@ -55,7 +55,8 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.unplaced == 0
 
 
-def test_stamps_are_asked_for_and_taken_away_again() -> None:
+def test_stamps_are_asked_for_and_taken_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     config = read_config(SMALL)
     extents = Extents(
         dtype="fp16", width=64, inner=256, heads=4, layers=3, vocab=config.vocab_size, rows=1, blocks=5, arch="sm_90"
@@ -65,22 +66,27 @@ def test_stamps_are_asked_for_and_taken_away_again() -> None:
     executor.stamps = None
     asked: list[tuple[int, int]] = []
 
-    def generate(_: Any, new: int) -> None:
+    def decode(_: Any, n: int) -> None:
         """A launch whose blocks stamp every stage, the third of a layer taking as long as the others together."""
-        asked.append((new, executor.extents.stamped_tokens))
-        if new > 1:
-            assert executor.stamps is not None
-            count = len(stamps.stages(3))
-            assert executor.stamps.shape == (5, executor.extents.stamped_tokens * count)
-            long = torch.tensor([8 if i % 9 == 2 and i < 27 else 1 for i in range(count)])
-            executor.stamps[:] = long.repeat(executor.extents.stamped_tokens).cumsum(0)
-        time.sleep(0.001 * new)
+        asked.append((n, executor.extents.stamped_tokens))
+        assert executor.stamps is not None
+        count = len(stamps.stages(3))
+        assert executor.stamps.shape == (5, executor.extents.stamped_tokens * count)
+        long = torch.tensor([8 if i % 9 == 2 and i < 27 else 1 for i in range(count)])
+        executor.stamps[:] = long.repeat(executor.extents.stamped_tokens).cumsum(0)
+        time.sleep(0.001 * n)
+
+    monkeypatch.setattr(PersistentExecutor, "_decode", lambda _, state, n: decode(state, n))
+
+    def generate(_: Any, new: int) -> None:
+        time.sleep(0.02)  # a prompt, which does not count
+        executor._decode(cast(Any, None), new - 1)
 
     method = cast(OnPersistent, SimpleNamespace(_executor=executor, generate=generate))
     phase = stamps.decode_phase(method, torch.zeros(1, 4), 6, 1000.0, Work(1, 4, 1, naive=False))
-    assert {tokens for _, tokens in asked} == {7}
-    assert max(new for new, _ in asked) == 8
+    assert set(asked) == {(7, 7)}
     assert (executor.extents, executor.stamps) == (extents, None)
+    assert "_decode" not in vars(executor)
     assert phase.step_us == pytest.approx(1000, rel=0.5)
     root = tree.build(phase)
     assert root.us == pytest.approx(phase.step_us, rel=0.02)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.profile.conftest import made_up
 from warpline.profile.compare import compare
-from warpline.profile.render import console, markdown, picture
+from warpline.profile.render import console, markdown, picture, roofchart
 from warpline.profile.render.chrome import trace
 from warpline.profile.render.html import page
-from warpline.profile.session import Session, write
+from warpline.profile.session import Moment, Session, dumps, loads, write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -109,6 +111,73 @@ def test_trace(tmp_path: Path, recorded: Session) -> None:
     assert (tmp_path / "t.json.gz").stat().st_size < 100_000
 
 
+def check_nesting(text: str) -> None:
+    """Of two events of a thread one ends before the other begins, or lies inside it, to the nanosecond."""
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in json.loads(text)["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(1000 * event["ts"])
+            threads.setdefault((event["pid"], event["tid"]), []).append((begin, begin + round(1000 * event["dur"])))
+    for moments in threads.values():
+        inside: list[int] = []
+        for begin, end in sorted(moments, key=lambda moment: (moment[0], -moment[1])):
+            while inside and inside[-1] <= begin:
+                inside.pop()
+            assert not inside or end <= inside[-1]
+            inside.append(end)
+
+
+def test_parts_never_outlast_their_whole(recorded: Session) -> None:
+    """Begins and ends anywhere between two nanoseconds, also when the session has been kept in a file."""
+    dice = random.Random(5)
+    moments, at = [Moment("step", "step 1", (), 0.0, 1e5)], 0.0
+    for _ in range(300):
+        whole = dice.random() * 9
+        inner = whole * dice.random()
+        deep = inner * dice.random()
+        moments += [Moment("module", "h.0", ("h.0",), at, whole), Moment("module", "h.0", ("h.0",), at, inner)]
+        moments += [Moment("module", "a", ("h.0", "a"), at + inner - deep, deep)]
+        at += whole
+    session = made_up()
+    session = replace(session, phases=(replace(session.phases[0], timeline=tuple(moments)),))
+    for one in (session, recorded):
+        check_nesting(trace(one))
+        check_nesting(trace(loads(dumps(one))))
+
+
+def test_kernels_that_overlap_have_threads_of_their_own() -> None:
+    session = made_up()
+    moments = [Moment("gpu", f"k{i}", (), 4.0 * i, 7.0) for i in range(6)]
+    overlapping = replace(session, phases=(replace(session.phases[0], timeline=tuple(moments)),))
+    text = trace(overlapping)
+    check_nesting(text)
+    titles = [e["args"]["name"] for e in json.loads(text)["traceEvents"] if e["name"] == "thread_name"]
+    assert titles == ["GPU 1", "GPU 2"]
+
+
+def boxes(svg: str) -> list[roofchart.Box]:
+    found = re.findall(r"<text class='number' x='([\d.]+)' y='([\d.]+)'[^>]*>(\d+)</text>", svg)
+    return [roofchart.Box(float(x) - 3.5 * len(n), float(y) - 9, 7.0 * len(n), 10) for x, y, n in found]
+
+
+def test_numbers_of_the_roofline_do_not_cover_each_other(recorded: Session) -> None:
+    for session in (recorded, made_up(), made_up(gap=3.0), made_up(scale=90.0), made_up(scale=0.05)):
+        for phase in session.phases:
+            svg = roofchart.roofline(session, phase)
+            found = boxes(svg)
+            names = re.findall(r"<li>(.+?)</li>", svg)
+            assert len(found) == len(names) == svg.count("<circle") > 10
+            assert "whole step" in names
+            assert not any(a.meets(b) for i, a in enumerate(found) for b in found[:i])
+
+
+@pytest.mark.parametrize("corner", [(64.0, 10.0), (890.0, 10.0), (64.0, 376.0), (890.0, 376.0), (450.0, 200.0)])
+def test_dots_in_one_place_have_numbers_in_many(corner: tuple[float, float]) -> None:
+    found = roofchart.place([(*corner, 8.0)] * 25)
+    assert all(box.inside for box in found)
+    assert not any(a.meets(b) for i, a in enumerate(found) for b in found[:i])
+
+
 def test_markdown() -> None:
     text = markdown.whole(made_up(gap=1.0), gpu="t4", most=5)
     assert "### Verdict" in text
@@ -147,5 +216,7 @@ def test_picture() -> None:
     assert picture.shares(slow.phases[0])["waiting"] == pytest.approx(slow.phases[0].gap_us)
     text = picture.bars([slow, fast], "decode")
     widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="22"', text)]
-    assert sum(widths[:6]) == pytest.approx(860 - 150 - 100, abs=1)
-    assert sum(widths[6:]) < sum(widths[:6])
+    parts = sum(us > 0 for us in picture.shares(slow.phases[0]).values())
+    assert sum(widths[:parts]) == pytest.approx(860 - 150 - 100, abs=1)
+    assert sum(widths[parts:]) < sum(widths[:parts])
+    assert "exchanges" not in text

@@ -41,6 +41,8 @@ def damaged(change: str) -> str:
     match change:
         case "newer":
             raw["warpline_profile"] = 99
+        case "older":
+            raw["warpline_profile"] = 1
         case "no phases":
             raw["phases"] = []
         case "zero step":
@@ -64,6 +66,7 @@ def damaged(change: str) -> str:
     ("change", "message"),
     [
         ("newer", "newer warpline"),
+        ("older", "older warpline .* record it again"),
         ("no phases", "nothing was recorded"),
         ("zero step", "no positive number"),
         ("not a number", "holds no profile"),

@@ -10,12 +10,12 @@ from tests.profile.conftest import BLOCK, GPT2, MODEL, made_up
 from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model.parameters import STEPS
-from warpline.profile import tree
+from warpline.profile import stamps, tree
 from warpline.profile.classify import classes, classify, unknown
 from warpline.profile.compare import compare
 from warpline.profile.launches import kernel_table, overhead
 from warpline.profile.names import hf_path, op_path, path_of, stamp_path
-from warpline.profile.render import markdown
+from warpline.profile.render import markdown, picture
 from warpline.profile.render.html import page
 from warpline.profile.roofline import class_bytes, points, project, whole
 from warpline.profile.session import KernelRow, Launches, ModulePath, Session, SpanRow, Work
@@ -96,6 +96,13 @@ def test_the_four_tables_have_the_rows_of_the_reference_systems() -> None:
         ("warpline_newest_embedding", "memory"),
         ("void gemv2T_kernel_val<int, int, float>", "GEMM"),
         ("void cublasLt::splitKreduce_kernel<32, 16>", "GEMM"),
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, int, float, float>(Params)", "GEMM"),
+        ("nvjet_hsh_64x8_64x16_4x1_v_bz_TNN", "GEMM"),
+        ("graph_0_cpp_fused_add_native_layer_norm_view_4", "reduction"),
+        ("graph_0_cpp_fused_addmm_gelu_view_2", "elementwise"),
+        ("warpline_decode: heads gathered", "exchange"),
+        ("warpline_decode: gathered, computed, posted", "attention"),
+        ("warpline_cpu_decode", "GEMM"),
         ("void at::native::(anonymous namespace)::softmax_warp_forward<float>", "reduction"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "memory"),
@@ -159,8 +166,9 @@ def test_projection() -> None:
     assert next(row for row in rows if row.name == "ln_1").expected_us is None
     with pytest.raises(ConfigError, match="nothing is known of a GPU called 'abacus'"):
         project(session, session.phases[0], "abacus")
-    with pytest.raises(ConfigError, match="bf16"):
-        project(made_up(dtype="bf16"), session.phases[0], "t4")
+    for dtype in ("bf16", "int8"):
+        with pytest.raises(ConfigError, match=f"nothing computes in {dtype} on Tesla T4"):
+            project(made_up(dtype=dtype), session.phases[0], "t4")
 
 
 def test_overhead_and_kernels() -> None:
@@ -202,10 +210,13 @@ def at_the_limit() -> Session:
         (made_up(gap=20.0), "gaps", 20.0 * (LAYERS * len(BLOCK) + len(MODEL))),
         (made_up(change=PARTS, work=Work(1, 128, 1, naive=True)), "attention in parts", 80.0 * LAYERS),
         (made_up(change={("ln_1",): 50.0, ("ln_2",): 50.0}), "small steps", 107.0 * LAYERS + 3),
-        (made_up(change={("MLP", "expansion"): 90.0}), "slow products", None),
+        (made_up(change={("MLP", "expansion"): 90.0}), "weight streaming", None),
+        (made_up(name="prefill", scale=40.0, work=Work(1024, 0, 1, naive=False)), "slow products", None),
+        (made_up(change={("attention", "fused attention"): 90.0}), "attention", 90.0 * LAYERS),
+        (made_up(), "short kernels", None),
         (made_up(kind="cpu", gap=20.0), "host", 20.0 * (LAYERS * len(BLOCK) + len(MODEL))),
     ],
-    ids=["gaps", "attention", "small", "products", "host"],
+    ids=["gaps", "parts", "small", "weights", "products", "attention", "short", "host"],
 )
 def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float | None) -> None:
     phase = session.phases[0]
@@ -218,6 +229,59 @@ def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float
     assert best.cause in text
     assert f"{best.after_us:,.0f} µs" in text
     assert "\n" not in text
+
+
+def test_short_kernels_cost_what_they_take_beyond_their_share_of_the_roof() -> None:
+    """All kernels but the head's 40 µs are short."""
+    session = made_up()
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    spent = phase.step_us - 40
+    assert f"{LAYERS * len(BLOCK) + 4} kernels" in best.cause
+    assert best.saved_us == pytest.approx(spent * (1 - whole(session, phase).roof_us / phase.step_us))
+
+
+def persistent(gathered: float, multiplied: float) -> Session:
+    """One launch whose stages take as long as that."""
+    modules = stamps.stages(LAYERS)
+    each = [(gathered if classify(stamps.kernel_name(path)) == "exchange" else multiplied,) * 3 for path in modules]
+    step = sum(mean for mean, _, _ in each)
+    work = Work(1, 128, 1, naive=False)
+    return made_up(method="persistent", phases=(stamps.stamped_phase(modules, each, 8, [step], step, work),))
+
+
+def test_exchanges_of_the_persistent_kernel_are_named() -> None:
+    session = persistent(2.0, 1.2)
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    count = 4 * LAYERS + 2
+    assert (best.kind, best.saved_us) == ("exchanges", 2.0 * count)
+    assert f"{count} times a step" in best.cause
+    assert picture.shares(phase)["exchanges"] == pytest.approx(2.0 * count)
+    assert {row.kind for row in classes(phase)} == {"exchange", "GEMM", "attention"}
+    assert not unknown(phase)
+
+
+def test_without_exchanges_the_memory_is_still_to_be_read() -> None:
+    session = persistent(2.0, 0.1)
+    phase = session.phases[0]
+    best = findings(session, phase)[0]
+    assert best.kind == "exchanges"
+    assert best.after_us == pytest.approx(whole(session, phase).roof_us)
+
+
+def test_slow_stages_of_the_persistent_kernel_are_no_exchanges() -> None:
+    session = persistent(0.2, 9.0)
+    assert findings(session, session.phases[0])[0].kind == "weight streaming"
+
+
+def test_gaps_of_a_graph_are_not_cured_by_a_graph() -> None:
+    session = made_up(gap=20.0)
+    phase = replace(session.phases[0], launches=Launches(1, 9.0, 1, 161))
+    best = findings(session, phase)[0]
+    assert best.kind == "gaps"
+    assert "Capture" not in best.remedy
+    assert "between its kernels" in best.cause
 
 
 def test_what_recording_costs_is_no_gap() -> None:

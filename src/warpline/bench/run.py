@@ -97,7 +97,9 @@ class Bench:
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def limits(self, case: Case) -> dict[str, float]:
-        """What this machine can do now: read as many bytes as the model has, and multiply matrices of its dtype."""
+        """What this machine can do now: read as many bytes as the model has, and multiply matrices of its dtype. A GPU
+        reads a model that fits its L2 cache faster than memory, and a short one slower than a long one; the limit is
+        the faster of the model's bytes and of many."""
         key = (case.model, case.dtype)
         if key not in self._limits:
             bytes_read = cost.weight_bytes(read_config(case.model), case.dtype)
@@ -106,7 +108,8 @@ class Bench:
                 read = hardware.measure_bandwidth("cpu", megabytes)
                 rate = product_rate(torch.float32, 2048, "cpu")
             else:
-                read, rate = read_bandwidth(megabytes), product_rate(TORCH_DTYPES[case.dtype])
+                read = max(read_bandwidth(size) for size in {megabytes, MOST_MEGABYTES})
+                rate = product_rate(TORCH_DTYPES[case.dtype])
             self._limits[key] = {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
         return self._limits[key]
 
@@ -193,7 +196,7 @@ class Bench:
             one.method.close()
             tick(0.5)
         built.clear()
-        _tidy()
+        tidy()
 
     def _build(
         self,
@@ -283,7 +286,7 @@ class Bench:
         key = (case.model, case.dtype)
         if self._weights is None or self._weights[0] != key:
             self._weights = None
-            _tidy()
+            tidy()
             self._weights = key, load(case.model, dtype=case.dtype, device=self.settings.device)
         return self._weights[1]
 
@@ -341,7 +344,7 @@ def _tokens(method: Method, case: Case, prompts: Tensor) -> Tensor:
     return method.generate(prompts, max(1, case.new)).clone()
 
 
-def _tidy() -> None:
+def tidy() -> None:
     """Leave nothing of a case to the next: neither memory nor compiled code, whose forms are limited in number."""
     torch._dynamo.reset()
     gc.collect()

@@ -1,18 +1,27 @@
-"""`warpline profile`: where a method's time goes; `warpline profile compare A B`: two sessions side by side."""
+"""`warpline profile`: where methods' time goes; `warpline profile compare A B`: two sessions side by side."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from warpline.bench.methods.names import METHODS
-from warpline.config import DTYPE_BYTES, EngineConfig
-from warpline.errors import ConfigError, one_of
+from warpline.cli.common import chosen, listed
+from warpline.config import WEIGHT_BYTES, EngineConfig
+from warpline.errors import ConfigError, WarplineError, one_of
 from warpline.profile.session import PHASES, Session, read, save, write
+
+if TYPE_CHECKING:
+    from warpline.profile.collect import Wish
+
+logger = logging.getLogger(__name__)
 
 _BOTH = "both"
 
@@ -21,13 +30,15 @@ def profile(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[METHOD | SESSION.json | compare A B]",
+            metavar="[METHOD[:DTYPE]… | SESSION.json | compare A B]",
             help=f"Of {', '.join(METHODS)}; torch if none is given. Or a session to show, or two to compare.",
         ),
     ] = None,
     phase: Annotated[str, typer.Option(help="prefill, decode or both.")] = _BOTH,
     model: Annotated[str | None, typer.Option("--model", "-m", help="random:gpt2 on a GPU, stories on a CPU.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp16 on a GPU, fp32 on a CPU.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp16 on a GPU, fp32 on a CPU; several, separated by commas, each in turn.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
@@ -48,26 +59,33 @@ def profile(
 ) -> None:
     """Which module, which kernel, which kind of operation takes the time, bound by what, and what to do about it."""
     words = words or []
-    for path in filter(None, (session, html, md, trace)):  # said now, not when everything has been recorded
+    files = {"--session": session, "--html": html, "--md": md, "--trace": trace}
+    for path in filter(None, files.values()):  # said now, not when everything has been recorded
         if not path.parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    if gpu is not None:
-        from warpline.profile.roofline import other_roofs
-
-        other_roofs(gpu, dtype or "fp32")
     if words[:1] == ["compare"]:
         _compare(words[1:], as_json, md)
         return
-    if len(words) > 1:
-        raise ConfigError(f"one method or session at a time, not {len(words)}: warpline profile {words[0]}")
     phases = PHASES if one_of(phase, (*PHASES, _BOTH), "phase") == _BOTH else (phase,)
-    if words and _is_file(words[0]):
+    write_all = partial(_write, session=session, html=html, md=md, trace=trace, keep=keep, gpu=gpu)
+    if len(words) == 1 and _is_file(words[0]):
         found = read(Path(words[0]))
         found = _only(found, phases) if phase != _BOTH else found
-    else:
-        name = one_of(words[0] if words else "torch", METHODS, "method")
-        found = _record(name, model, dtype, device, batch=batch, context=context, steps=steps, phases=phases)
-    _write(found, session=session, html=html, md=md, trace=trace, keep=keep, gpu=gpu)
+        _check_gpu(gpu, [found.dtype])
+        write_all(found)
+        _show(found, as_json, merge=not layers, gpu=gpu, most=kernels)
+        return
+    pairs = _pairs(words, dtype)
+    wishes = _wishes(pairs, model, device, batch=batch, context=context, steps=steps, phases=phases)
+    _check_gpu(gpu, [wish.dtype for wish in wishes])
+    if len(wishes) > 1 and (alone := [name for name, path in files.items() if path] + ["--json"] * as_json):
+        raise ConfigError(f"{alone[0]} is for one method, not {len(wishes)}: --save keeps several")
+    for found in _recorded(wishes):
+        write_all(found)
+        _show(found, as_json, merge=not layers, gpu=gpu, most=kernels)
+
+
+def _show(found: Session, as_json: bool, *, merge: bool, gpu: str | None, most: int) -> None:
     if as_json:
         from warpline.profile.session import dumps
 
@@ -75,7 +93,16 @@ def profile(
         return
     from warpline.profile.render import console
 
-    console.show(found, merge=not layers, gpu=gpu, most=kernels)
+    console.show(found, merge=merge, gpu=gpu, most=most)
+
+
+def _check_gpu(gpu: str | None, dtypes: list[str]) -> None:
+    """Said before anything is recorded."""
+    if gpu is not None:
+        from warpline.profile.roofline import other_roofs
+
+        for dtype in dtypes:
+            other_roofs(gpu, dtype)
 
 
 def _is_file(word: str) -> bool:
@@ -88,27 +115,62 @@ def _only(session: Session, phases: tuple[str, ...]) -> Session:
     return replace(session, phases=tuple(session.phase(name) for name in phases))
 
 
-def _record(name: str, model: str | None, dtype: str | None, device: str, **shape: Any) -> Session:
+def _pairs(words: list[str], dtype: str | None) -> list[tuple[str, str | None]]:
+    """Methods and their dtypes: "naive:fp32" has its own, others have those of --dtype, or none."""
+    shared: list[str | None] = [*chosen(dtype, WEIGHT_BYTES, "dtype")] or [None]
+    found: list[tuple[str, str | None]] = []
+    for word in listed(",".join(words)) or ["torch"]:
+        method, _, own = word.partition(":")
+        one_of(method, METHODS, "method")
+        found += [(method, one) for one in ([one_of(own, WEIGHT_BYTES, "dtype")] if own else shared)]
+    return list(dict.fromkeys(found))
+
+
+def _wishes(pairs: list[tuple[str, str | None]], model: str | None, device: str, **shape: Any) -> list[Wish]:
     EngineConfig(device=device)
-    if dtype is not None:
-        one_of(dtype, DTYPE_BYTES, "dtype")
 
     import torch
 
-    from warpline.profile.collect import Wish, collect
-    from warpline.progress import progress
+    from warpline.profile.collect import Wish
 
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     on_gpu = target.startswith("cuda")
-    wish = Wish(
-        method=name,
-        model=model or ("random:gpt2" if on_gpu else "stories"),
-        dtype=dtype or ("fp16" if on_gpu else "fp32"),
-        device=target,
-        **shape,
-    )
-    with progress("Profiling", 2 + len(wish.phases)) as advance:
-        return collect(wish, advance)
+    return [
+        Wish(
+            method="cpu-int8" if (method, dtype) == ("cpu", "int8") else method,
+            model=model or ("random:gpt2" if on_gpu else "stories"),
+            dtype=dtype or ("int8" if method == "cpu-int8" else "fp16" if on_gpu else "fp32"),
+            device=target,
+            **shape,
+        )
+        for method, dtype in pairs
+    ]
+
+
+def _recorded(wishes: list[Wish]) -> Iterator[Session]:
+    """One by one, in one process. Of several, one that fails says so in a line and does not keep the others from
+    running; in the end it is an error."""
+    from warpline.bench.run import Bench
+    from warpline.bench.workloads import Settings
+    from warpline.profile.collect import collect
+    from warpline.progress import progress
+
+    bench = Bench(Settings(wishes[0].device))
+    failed: list[str] = []
+    for wish in wishes:
+        try:
+            with progress(f"Profiling {wish.label}", 2 + len(wish.phases)) as advance:
+                found = collect(wish, advance, bench)
+        except (RuntimeError, ImportError, ValueError, TypeError, WarplineError) as error:
+            if len(wishes) == 1:
+                raise
+            logger.debug("%s failed", wish.label, exc_info=True)
+            typer.echo(f"{wish.label}: {(str(error).splitlines() or [type(error).__name__])[0]}", err=True)
+            failed.append(wish.label)
+        else:
+            yield found
+    if failed:
+        raise ConfigError(f"{len(failed)} of {len(wishes)} methods were not profiled: {', '.join(failed)}")
 
 
 def _write(
@@ -124,7 +186,11 @@ def _write(
     if session is not None:
         save(found, session)
     if keep is not None:
-        save(found, keep / kept_name(found))
+        path = keep / kept_name(found)
+        replaced = _described(path)
+        save(found, path)
+        if replaced is not None:
+            typer.echo(f"{path} replaces {replaced}", err=True)
     if md is not None:
         from warpline.profile.render import markdown
 
@@ -137,6 +203,17 @@ def _write(
         from warpline.profile.render.chrome import trace as as_trace
 
         write(trace, as_trace(found))
+
+
+def _described(path: Path) -> str | None:
+    """The session that lies there, if one does: when it was recorded, and of which commit."""
+    if not path.exists():
+        return None
+    try:
+        origin = read(path).origin
+    except ConfigError:
+        return "a session that cannot be opened any more"
+    return f"one of {origin.get('time', 'an unknown time')}, commit {str(origin.get('commit') or 'unknown')[:10]}"
 
 
 def kept_name(session: Session) -> str:

@@ -1,5 +1,6 @@
-"""What kind of operation a kernel or an operator is, by its name: GEMM, attention, reduction, elementwise, memory. What
-no rule knows is "other" and is listed, not guessed. Knows no torch."""
+"""What kind of operation a kernel or an operator is, by its name: GEMM, attention, reduction, elementwise, memory, or
+exchange, where the blocks of one kernel wait for each other's results. What no rule knows is "other" and is listed, not
+guessed. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from dataclasses import dataclass
 
 from warpline.profile.session import KernelRow, Phase
 
-CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "other")
+CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "exchange", "other")
 
 #: Our own by what their time goes to, whatever else they do.
 _OURS = {
-    "GEMM": r"matvec|matmul|head_argmax|products",
-    "attention": r"attention",
+    # "gathered", "multiplied", "computed" are stages of the persistent kernel
+    "exchange": r"gathered(?!, computed)|agreed on",
+    "GEMM": r"matvec|matmul|head_argmax|products|multiplied|cpu_decode",
+    "attention": r"attention|computed",
     "reduction": r"layernorm|softmax|sample|last_residual",
     "elementwise": r"gelu|append_token|noise",
     "memory": r"embedding",
@@ -36,9 +39,9 @@ _OPERATORS = {
 }
 #: Kernels of others on a GPU: the first rule of which something is found in the name.
 _KERNELS = (
-    ("reduction", r"^triton_(red|per)_"),
-    ("elementwise", r"^triton_poi_"),
-    ("memory", r"^Memcpy|^Memset|^memcpy|^memset"),
+    ("reduction", r"^triton_(red|per)_|cpp_fused.*(norm|softmax|argmax)"),
+    ("elementwise", r"^triton_poi_|cpp_fused"),
+    ("memory", r"^Memcpy|^Memset|^memcpy|^memset|^detach$"),
     ("attention", r"flash|fmha|attention|sdpa|mha_"),
     ("GEMM", r"gemm|gemv|cutlass|wgmma|sgemm|xmma|cublas|splitK|dot_kernel|_mm_|\bnvjet"),
     (
@@ -48,14 +51,15 @@ _KERNELS = (
     ("memory", r"copy|Copy|CatArray|gather|scatter|index|Index|embedding|transpose|fill|Fill|arange"),
     ("elementwise", r"elementwise|gelu|where|compare|binary|unary|pointwise"),
 )
-_HOST = re.compile(r"^[a-z_]+::")
+#: A library and a name: kernels' have more colons, brackets or spaces.
+_HOST = re.compile(r"[a-z_]+::\w+(\.\w+)?")
 
 
 def classify(name: str) -> str:
     """The class of a kernel or an operator."""
     if name.startswith("warpline_"):
         return next((kind for kind, rule in _OURS.items() if re.search(rule, name)), "other")
-    if _HOST.match(name) and not name.startswith(("at::", "void ", "cub::")):
+    if _HOST.fullmatch(name):
         operator = name.split("::", 1)[1]
         return next((kind for kind, rule in _OPERATORS.items() if re.fullmatch(rule, operator)), "other")
     return next((kind for kind, rule in _KERNELS if re.search(rule, name)), "other")

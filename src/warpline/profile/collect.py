@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.hf import _Transformers
-from warpline.bench.methods.ours import Naive, OnPersistent, _OnExecutor
+from warpline.bench.methods.ours import Naive, OnCpuInt8, OnPersistent
 from warpline.bench.protocol import timed
-from warpline.bench.run import Bench
+from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
 from warpline.errors import ConfigError
+from warpline.model.weights import read_config
 from warpline.profile import stamps
-from warpline.profile.events import Aggregate, Event, Sequencer, aggregate
-from warpline.profile.instruments import reason_against, sequencer_of, watched
+from warpline.profile.events import Aggregate, Event, aggregate
+from warpline.profile.instruments import Mark, Span, by_order, naming_loops, reason_against, sequencer_of, watched
 from warpline.profile.session import PHASES, Launches, ModulePath, Phase, Session, Work
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,12 @@ MOST_STEPS = 64
 WARM_STEPS = 2
 #: Prompts that are recorded.
 PROMPTS = 3
-_PREFIX, _MARK = "warpline|", "warpline mark"
-_DRIVER = ("cuLaunch", "cudaLaunch", "cudaGraphLaunch", "cuGraphLaunch", "cudaMemcpy", "cudaMemset", "cuMemcpy")
+_PREFIX, _MARK, _END = "warpline|", "warpline mark", "warpline mark end"
+#: Calls that give the GPU work.
+_DRIVER = tuple(f"{api}{call}" for api in ("cu", "cuda") for call in ("Launch", "GraphLaunch", "Memcpy", "Memset"))
+
+#: What torch.compile and the recorder say of themselves: no operators, their time is dispatch.
+_BOOKS = ("## Call Compiled", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph", "Activity Buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,46 +66,59 @@ class Wish:
             raise ConfigError(f"{self.steps} steps are more than a profile keeps: record up to {MOST_STEPS}")
 
     @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.method}:{self.dtype}"
+
+    @property
     def case(self) -> Case:
-        """As the benchmark calls it."""
+        """As the benchmark calls it: what stores weights in int8 makes them of others."""
         new = 1 + WARM_STEPS + self.steps
         return Case(
             workload="profile",
             kind="generate",
             model=self.model,
-            dtype=self.dtype,
+            dtype="fp32" if self.dtype == "int8" else self.dtype,
             batch=self.batch,
             prompt=self.context,
             new=new,
         )
 
 
-def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None) -> Session:
-    """Build the method, warm it up, time it unwatched, then watch it."""
+def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: Bench | None = None) -> Session:
+    """Build the method, warm it up, time it unwatched, then watch it. A `bench` that has served before knows this
+    machine's limits, and may still have the weights."""
     kind, device, case = methods.find(wish.method), torch.device(wish.device), wish.case
-    bench = Bench(Settings(wish.device))
-    weights_config = bench_config(case)
-    for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(weights_config)):
+    bench = bench or Bench(Settings(wish.device))
+    if issubclass(kind, OnCpuInt8) != (wish.dtype == "int8"):
+        raise ConfigError(f"{wish.method} has no {wish.dtype}: weights in int8 are those of cpu --dtype int8 alone")
+    for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(read_config(case.model))):
         if reason is not None:
             raise ConfigError(f"{wish.method} cannot be profiled here: {reason}")
-    bench.prepare()
-    limits = bench.limits(case)
+    if not bench.origin:
+        bench.prepare()
+    limits = bench.limits(replace(case, dtype=wish.dtype))
     tick(1)
     weights = bench.load(case)
     generator = torch.Generator().manual_seed(case.prompt)
     prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
     method = kind(weights, case, device)
     try:
-        for _ in range(1 + kind.warm_up):
-            method.generate(prompts, case.new)
+        with naming_loops(kind):  # a CPU's code is compiled when it is first called
+            for _ in range(1 + kind.warm_up):
+                method.generate(prompts, case.new)
         tick(1)
         recorder = _Recorder(method, prompts, wish)
         phases = []
         for name in wish.phases:
             phases.append(recorder.phase(name))
             tick(1)
+        notes = tuple(dict.fromkeys(recorder.notes))
+        del recorder
     finally:
         method.close()
+        del method
+        tidy()
     return Session(
         origin=bench.origin | {"clocks": hardware.clocks(wish.device)},
         kind=device.type,
@@ -114,15 +132,8 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None) -> Sessi
         read_gb_s=limits["read_gb_s"],
         product_tflop_s=limits["product_tflop_s"],
         phases=tuple(phases),
-        notes=tuple(dict.fromkeys(recorder.notes)),
+        notes=notes,
     )
-
-
-def bench_config(case: Case) -> Any:
-    """The model's shape, before any weights are read."""
-    from warpline.model.weights import read_config
-
-    return read_config(case.model)
 
 
 @dataclass(slots=True)
@@ -155,11 +166,11 @@ class _Recorder:
         if found.unplaced:
             share = found.unplaced / max(1.0, found.launches.kernels * len(found.steps))
             self.notes.append(
-                f"{name}: {100 * share:.0f} % of the kernels come from a graph or a library of which no table exists; "
-                "they are counted to the step itself"
+                f"{name}: {100 * share:.0f} % of the kernels or operators come from a graph, compiled code or a "
+                "library of which no table exists; they are counted to the step itself"
             )
-        elif self._on_gpu and not isinstance(self.method, Naive | _OnExecutor | _Transformers):
-            self.notes.append("kernels of graphs and compiled code are given to modules by the order of the products")
+        elif by_order(self.method):
+            self.notes.append("graphs and compiled code are given to modules by the order of their products")
         mean = statistics.fmean(found.steps)
         return Phase(
             name=name,
@@ -200,31 +211,44 @@ class _Recorder:
         calls, new, skip = (1, self.wish.case.new, 1 + WARM_STEPS) if name == "decode" else (1 + PROMPTS, 1, 1)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        events, end = record(self.method, self.prompts, new, calls)
-        sequencer: Sequencer | None = sequencer_of(self.method, name) if self._on_gpu else None
-        return aggregate(events, end, skip=skip, on_gpu=self._on_gpu, sequencer=sequencer)
+        events = record(self.method, self.prompts, new, calls)
+        sequencer = sequencer_of(self.method, name)
+        return aggregate(events, expected=calls * new, skip=skip, on_gpu=self._on_gpu, sequencer=sequencer)
 
 
 class CuptiMissingError(ConfigError):
     """The recorder saw nothing of the GPU."""
 
 
-#: Watches some generations of so many tokens; gives the events, and when the last one was over.
-Recording = Callable[[Method, Tensor, int, int], tuple[list[Event], float]]
+#: Watches some generations of so many tokens, and gives the events.
+Recording = Callable[[Method, Tensor, int, int], list[Event]]
 
 
-def _run(method: Method, prompts: Tensor, new: int, calls: int, between: Callable[[], None]) -> None:
-    for _ in range(calls):
-        method.generate(prompts, new)
-        if prompts.is_cuda:
-            torch.cuda.synchronize(prompts.device)
-        between()
+def _run(method: Method, prompts: Tensor, new: int, calls: int, mark: Mark, end: Mark, span: Span) -> None:
+    """Some generations while they are watched. A prompt begins where its generation does, with whatever is prepared
+    there, so the method's own first mark is left out."""
+    begun = False
+
+    def step() -> None:
+        nonlocal begun
+        if begun:
+            mark()
+        begun = True
+
+    with watched(method, step, span):
+        for _ in range(calls):
+            begun = False
+            mark()
+            method.generate(prompts, new)
+            if prompts.is_cuda:
+                torch.cuda.synchronize(prompts.device)
+            end()
 
 
-def _kineto(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[list[Event], float]:
+def _kineto(method: Method, prompts: Tensor, new: int, calls: int) -> list[Event]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if prompts.is_cuda else [])]
 
-    def mark(name: str = _MARK) -> None:
+    def mark(name: str) -> None:
         with record_function(name):
             pass
 
@@ -232,53 +256,53 @@ def _kineto(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[list
         return record_function(_PREFIX + "/".join(path))
 
     recorder = profile(activities=activities, acc_events=False)
-    with watched(method, mark, span):
+    with _hushed():
+        recorder.start()
+    try:
+        _run(method, prompts, new, calls, lambda: mark(_MARK), lambda: mark(_END), span)
+    finally:
         with _hushed():
-            recorder.start()
-        try:
-            _run(method, prompts, new, calls, lambda: mark(f"{_MARK} end"))
-        finally:
-            with _hushed():
-                recorder.stop()
+            recorder.stop()
     results: Any = recorder.profiler
-    events, end = convert(results.kineto_results.events())
+    events = convert(results.kineto_results.events())
     if prompts.is_cuda and not any(event.kind == "kernel" for event in events):
         raise CuptiMissingError("torch.profiler sees nothing of this GPU (CUPTI is missing, or in use elsewhere)")
-    return events, end
+    return events
 
 
-def convert(raw: Any) -> tuple[list[Event], float]:
-    """Kineto's events as ours, and the end of the last generation. User spans have their copies on the GPU's track,
-    which are no kernels; operators of other threads are somebody else's."""
+def convert(raw: Sequence[Any]) -> list[Event]:
+    """Kineto's events as ours, in µs from the first mark. It counts nanoseconds since 1970, of which a float keeps one
+    in 256: the difference is taken before anything else. User spans have their copies on the GPU's track, which are no
+    kernels; operators of other threads are somebody else's."""
     found: list[Event] = []
-    end = 0.0
-    thread = next((e.start_thread_id() for e in raw if e.name() == _MARK and not _is_device(e)), None)
+    first = next((event for event in raw if event.name() == _MARK and not _is_device(event)), None)
+    if first is None:
+        return found
+    thread, base = first.start_thread_id(), first.start_ns()
     for event in raw:
-        name, start, us = event.name(), event.start_ns() / 1e3, event.duration_ns() / 1e3
-        ours = name.startswith((_PREFIX, _MARK))
+        name, start, us = event.name(), (event.start_ns() - base) / 1e3, event.duration_ns() / 1e3
+        ours = name.startswith((_PREFIX, _MARK, _END))
         if _is_device(event):
             if not ours and not event.is_user_annotation():
                 found.append(Event("kernel", name, start, us, event.correlation_id()))
-        elif name == f"{_MARK} end":
-            end = max(end, start)
+        elif name == _END:
+            found.append(Event("end", name, start))
         elif name == _MARK:
             found.append(Event("mark", name, start))
         elif ours:
             found.append(Event("span", name, start, us, path=tuple(name.removeprefix(_PREFIX).split("/"))))
         elif name.startswith(_DRIVER):
             found.append(Event("launch", name, start, us, event.correlation_id()))
-        elif event.start_thread_id() == thread and not name.startswith(("cuda", "cu")):
+        elif event.start_thread_id() == thread and not name.startswith(("cuda", "cu", *_BOOKS)):
             found.append(Event("op", name, start, us))
-    base = min((event.start for event in found), default=0.0)
-    moved = [Event(e.kind, e.name, e.start - base, e.us, e.correlation, e.path) for e in found]
-    return moved, end - base
+    return found
 
 
 def _is_device(event: Any) -> bool:
     return str(event.device_type()).endswith("CUDA")
 
 
-def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[list[Event], float]:
+def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> list[Event]:
     """Without CUPTI: an event before and behind every module, as if it were one kernel."""
     taken: list[tuple[str, ModulePath, Any, Any]] = []
 
@@ -287,8 +311,11 @@ def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[l
         event.record()
         return event
 
-    def mark() -> None:
-        taken.append(("mark", (), recorded(), None))
+    def noted(kind: str) -> Mark:
+        def note() -> None:
+            taken.append((kind, (), recorded(), None))
+
+        return note
 
     @contextmanager
     def span(path: ModulePath) -> Iterator[None]:
@@ -297,25 +324,23 @@ def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> tuple[l
         taken.append(("kernel", path, begin, recorded()))
 
     base = recorded()
-    ends: list[Any] = []
-    with watched(method, mark, span):
-        _run(method, prompts, new, calls, lambda: ends.append(recorded()))
+    _run(method, prompts, new, calls, noted("mark"), noted("end"), span)
     torch.cuda.synchronize(prompts.device)
     return timed_spans([
         (kind, path, 1e3 * base.elapsed_time(a), 1e3 * base.elapsed_time(b or a)) for kind, path, a, b in taken
-    ], 1e3 * base.elapsed_time(ends[-1]))  # fmt: skip
+    ])  # fmt: skip
 
 
-def timed_spans(taken: list[tuple[str, ModulePath, float, float]], end: float) -> tuple[list[Event], float]:
+def timed_spans(taken: list[tuple[str, ModulePath, float, float]]) -> list[Event]:
     """Events around modules as kernels, without those that have others inside; a step without any is one itself."""
-    marks = [Event("mark", "step", start) for kind, _, start, _ in taken if kind == "mark"]
+    edges = [Event(kind, "step", start) for kind, _, start, _ in taken if kind != "kernel"]
     kernels = sorted((a, b, path) for kind, path, a, b in taken if kind == "kernel")
     inner = {path[:i] for _, _, path in kernels for i in range(len(path))}
     found = [Event("kernel", "[module]", a, b - a, path=path) for a, b, path in kernels if path not in inner]
-    for begin, until in zip(marks, [*(m.start for m in marks[1:]), end], strict=True):
-        if not any(begin.start <= kernel.start < until for kernel in found):
-            found.append(Event("kernel", "[step]", begin.start, until - begin.start, path=("[step]",)))
-    return marks + found, end
+    for begin, until in itertools.pairwise(edges):
+        if begin.kind == "mark" and not any(begin.start <= kernel.start < until.start for kernel in found):
+            found.append(Event("kernel", "[step]", begin.start, until.start - begin.start, path=("[step]",)))
+    return edges + found
 
 
 @contextmanager

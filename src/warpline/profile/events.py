@@ -1,19 +1,23 @@
 """What a recorder saw becomes the rows of a phase: every moment of a step belongs to one module, every kernel to the
 module that launched it. Knows no torch, so recorded and made-up events are treated alike.
 
-On a GPU a step lasts from the end of the last kernel of the step before to the end of its own last kernel; the time
-before a kernel in which nothing ran is a gap, and belongs to the module that the GPU waited for. On a CPU a step is
-what the host does between two marks; what no operator accounts for is a gap: Python, and the dispatch of operators.
+On a GPU a step lasts from the end of the last kernel of the step before to the end of its own last kernel; the first of
+a generation begins when the host begins it, so what lies between two generations belongs to none. The time before a
+kernel in which nothing ran is a gap, and belongs to the module that the GPU waited for. On a CPU a step is what the
+host does from its mark to the next, or to the generation's end; what no operator accounts for is a gap: Python, and the
+dispatch of operators.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from warpline.errors import ConfigError
+from warpline.profile.classify import classify
 from warpline.profile.names import common
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, SpanRow
 
@@ -28,8 +32,9 @@ GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something with a begin and a duration in µs. `kind` is "mark" (a step begins), "span" (a module; its name is the
-    path), "op" (an operator on the host), "launch" (a call that gives the GPU work) or "kernel" (on the GPU)."""
+    """Something with a begin and a duration in µs. `kind` is "mark" (a step begins), "end" (a generation is over, on
+    the GPU too), "span" (a module; its name is the path), "op" (an operator on the host), "launch" (a call that gives
+    the GPU work) or "kernel" (on the GPU)."""
 
     kind: str
     name: str
@@ -74,17 +79,59 @@ class _Sums:
 
 
 def aggregate(
-    events: Sequence[Event], end: float, *, skip: int = 0, on_gpu: bool, sequencer: Sequencer | None = None
+    events: Sequence[Event], *, expected: int, skip: int = 0, on_gpu: bool, sequencer: Sequencer | None = None
 ) -> Aggregate:
-    """The rows of the steps that begin at marks, without the first `skip`; `end` is when the last one was over."""
-    marks = sorted(event.start for event in events if event.kind == "mark")
-    if len(marks) <= skip:
+    """The rows of the steps that begin at marks, without the first `skip`. That there are as many as `expected` is
+    checked: times divided by another number would be wrong and look right."""
+    steps = _Steps(events)
+    if steps.count != expected:
+        raise ConfigError(
+            f"{steps.count} steps were seen where {expected} were taken: this method does not begin each step where it "
+            "is watched, and its times cannot be divided"
+        )
+    if steps.count <= skip:
         raise ConfigError("no step was recorded: a profile needs at least one")
-    bounds = [*marks, end]
-    host = _Host(events, bounds)
+    host = _Host(events, steps.edges)
     if on_gpu:
-        return _of_gpu(events, host, bounds, skip, sequencer)
-    return _of_cpu(events, host, bounds, skip)
+        return _of_gpu(events, host, steps, skip, sequencer)
+    return _of_cpu(events, host, steps, skip, sequencer)
+
+
+class _Steps:
+    """When the host was in which step: from its mark to the next, or to the end of its generation."""
+
+    def __init__(self, events: Sequence[Event]):
+        found = sorted((e.start, e.kind) for e in events if e.kind in ("mark", "end"))
+        if found and found[-1][1] != "end":
+            raise ConfigError("the last generation did not end while it was recorded")
+        self.edges = [at for at, _ in found]
+        self._numbers: list[int | None] = []  # of the step that begins at each edge
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+        self.first: list[bool] = []  # whether a generation begins with it
+        inside = False
+        for at, kind in found:
+            if inside:
+                self.ends.append(at)
+            self._numbers.append(self.count if kind == "mark" else None)
+            if kind == "mark":
+                self.begins.append(at)
+                self.first.append(not inside)
+            inside = kind == "mark"
+
+    @property
+    def count(self) -> int:
+        return len(self.begins)
+
+    def at(self, time: float) -> int | None:
+        """The step's number; None between two generations."""
+        edge = bisect.bisect_right(self.edges, time) - 1
+        return self._numbers[edge] if edge >= 0 else None
+
+    def counts(self, time: float, skip: int) -> bool:
+        """Whether this is in a step that is counted."""
+        step = self.at(time)
+        return step is not None and step >= skip
 
 
 class _Host:
@@ -139,24 +186,23 @@ def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]
     return found
 
 
-def _of_cpu(events: Sequence[Event], host: _Host, bounds: Sequence[float], skip: int) -> Aggregate:
-    first, last = bounds[skip], bounds[-1]
-    count = len(bounds) - 1 - skip
-    ops = [event for event in events if event.kind == "op" and first <= event.start < last]
+def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int, sequencer: Sequencer | None) -> Aggregate:
+    count = steps.count - skip
+    ops = [event for event in events if event.kind == "op" and steps.counts(event.start, skip)]
     own = _self_times(ops)
     sums: dict[ModulePath, _Sums] = defaultdict(_Sums)
-    for segment, following in zip(host.segments, [*(s.start for s in host.segments[1:]), last], strict=True):
-        length = min(following, last) - max(segment.start, first)
-        if length > 0:
-            sums[segment.path].gap += length
+    for segment, following in itertools.pairwise(host.segments):  # the last edge is an end
+        if steps.counts(segment.start, skip):
+            sums[segment.path].gap += following.start - segment.start
     for span in host.spans:
-        if first <= span.start < last:
+        if steps.counts(span.start, skip):
             sums[span.path].calls += 1
     table: dict[tuple[str, ModulePath], _Sums] = defaultdict(_Sums)
-    for op, us in zip(ops, own, strict=True):
-        path = host.at(op.start)
+    places = _op_places(ops, host, steps, sequencer)
+    for op, us, place in zip(ops, own, places, strict=True):
+        path = () if place is None else place
         sums[path].busy += us
-        sums[path].gap -= us
+        sums[host.at(op.start)].gap -= us
         entry = table[op.name, path]
         entry.busy += us
         entry.gap += op.us
@@ -164,14 +210,40 @@ def _of_cpu(events: Sequence[Event], host: _Host, bounds: Sequence[float], skip:
     for entry in sums.values():  # clocks are read a little apart: nobody waits a negative time
         if entry.gap < 0:
             entry.busy, entry.gap = entry.busy + entry.gap, 0.0
+    lasted = [(begin, end - begin) for begin, end in zip(steps.begins, steps.ends, strict=True)][skip:]
     return Aggregate(
-        steps=tuple(b - a for a, b in zip(bounds[skip:], bounds[skip + 1 :], strict=False)),
+        steps=tuple(us for _, us in lasted),
         spans=_rows(sums, count),
         kernels=_kernel_rows(table, count),
         launches=Launches(kernels=len(ops) / count),
-        timeline=_timeline(host, [], ops, bounds, skip),
-        unplaced=0,
+        timeline=_timeline(host, [[] for _ in lasted], ops, lasted, steps, skip),
+        unplaced=sum(place is None for place in places),
     )
+
+
+def _op_places(
+    ops: Sequence[Event], host: _Host, steps: _Steps, sequencer: Sequencer | None
+) -> list[ModulePath | None]:
+    """The module of each operator: where the host was, or, of compiled code, by its place in the step. Only outermost
+    operators of a known class are placed so; those inside go with them, and what surrounds them all is the step's."""
+    if sequencer is None:
+        return [host.at(op.start) for op in ops]
+    found: list[ModulePath | None] = [()] * len(ops)
+    outer: dict[int, int] = {}  # of each operator that is inside another or placed itself, the one that is placed
+    by_step: dict[int | None, list[int]] = defaultdict(list)
+    last: int | None = None
+    for i in sorted(range(len(ops)), key=lambda i: (ops[i].start, -ops[i].us)):
+        if last is not None and ops[i].end <= ops[last].end:
+            outer[i] = last
+        elif classify(ops[i].name) != "other":
+            last = outer[i] = i
+            by_step[steps.at(ops[i].start)].append(i)
+    for own in by_step.values():
+        for i, place in zip(own, sequencer([ops[i].name for i in own]), strict=True):
+            found[i] = place
+    for i, whole in outer.items():
+        found[i] = found[whole]
+    return found
 
 
 def _self_times(ops: Sequence[Event]) -> list[float]:
@@ -187,26 +259,23 @@ def _self_times(ops: Sequence[Event]) -> list[float]:
     return [max(0.0, us) for us in own]
 
 
-def _of_gpu(
-    events: Sequence[Event], host: _Host, bounds: Sequence[float], skip: int, sequencer: Sequencer | None
-) -> Aggregate:
-    kernels = sorted((e for e in events if e.kind == "kernel"), key=lambda e: e.start)
+def _of_gpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int, sequencer: Sequencer | None) -> Aggregate:
     launches = {e.correlation: e for e in events if e.kind == "launch"}
-    by_step: list[list[Event]] = [[] for _ in bounds[:-1]]
-    for kernel in kernels:
-        launch = launches.get(kernel.correlation)
-        at = kernel.start if launch is None else launch.start
-        by_step[min(len(by_step), max(1, bisect.bisect_right(bounds, at))) - 1].append(kernel)
+    by_step = _by_step(events, launches, steps)
     if not all(by_step[skip:]):
         raise ConfigError("a step was recorded in which the GPU did nothing: CUPTI may be in use by another tool")
     sums: dict[ModulePath, _Sums] = defaultdict(_Sums)
     table: dict[tuple[str, ModulePath], _Sums] = defaultdict(_Sums)
-    steps, moments, unplaced = [], [], 0
-    busy_until = bounds[0]
+    lasted: list[tuple[float, float]] = []
+    moments: list[list[Moment]] = []
+    unplaced = 0
+    busy_until = steps.begins[0]
     for index, own in enumerate(by_step):
-        places = _places(own, host, launches, sequencer)
+        if steps.first[index]:
+            busy_until = max(busy_until, steps.begins[index])
         begun = busy_until
-        for kernel, place in zip(own, places, strict=True):
+        drawn: list[Moment] = []
+        for kernel, place in zip(own, _places(own, host, launches, sequencer), strict=True):
             path = () if place is None else place
             gap = max(0.0, kernel.start - busy_until)
             alone = max(0.0, kernel.end - max(busy_until, kernel.start))
@@ -217,14 +286,14 @@ def _of_gpu(
             entry, row = sums[path], table[kernel.name, path]
             entry.busy, entry.gap, entry.calls = entry.busy + alone, entry.gap + gap, entry.calls + 1
             row.busy, row.gap, row.calls = row.busy + alone, row.gap + kernel.us, row.calls + 1
-            if index < skip + TRACE_STEPS:
-                moments.append(Moment("gpu", kernel.name, path, kernel.start, kernel.us))
+            drawn.append(Moment("gpu", kernel.name, path, kernel.start, kernel.us))
         if index >= skip:
-            steps.append(busy_until - begun)
-    count = len(steps)
-    counted = [e for e in launches.values() if bounds[skip] <= e.start < bounds[-1]]
+            lasted.append((begun, busy_until - begun))
+            moments.append(drawn)
+    count = len(lasted)
+    counted = [e for e in launches.values() if steps.counts(e.start, skip)]
     return Aggregate(
-        steps=tuple(steps),
+        steps=tuple(us for _, us in lasted),
         spans=_rows(sums, count),
         kernels=_kernel_rows(table, count),
         launches=Launches(
@@ -233,9 +302,26 @@ def _of_gpu(
             graphs=sum(e.name.startswith(GRAPH_LAUNCHES) for e in counted) / count,
             kernels=sum(map(len, by_step[skip:])) / count,
         ),
-        timeline=_timeline(host, moments, counted, bounds, skip),
+        timeline=_timeline(host, moments, counted, lasted, steps, skip),
         unplaced=unplaced,
     )
+
+
+def _by_step(events: Sequence[Event], launches: dict[int, Event], steps: _Steps) -> list[list[Event]]:
+    """The kernels of each step, in the order in which they ran: a kernel belongs to the step in which the host launched
+    it, however late it ran. One whose launch was not seen belongs where the one before it does; where no launches are
+    seen at all, marks are on the GPU's clock."""
+    found: list[list[Event]] = [[] for _ in range(steps.count)]
+    step: int | None = None
+    for kernel in sorted((e for e in events if e.kind == "kernel"), key=lambda e: e.start):
+        launch = launches.get(kernel.correlation)
+        if launch is not None:
+            step = steps.at(launch.start)
+        elif not launches:
+            step = steps.at(kernel.start)
+        if step is not None:
+            found[step].append(kernel)
+    return found
 
 
 def _places(
@@ -269,15 +355,26 @@ def _kernel_rows(table: dict[tuple[str, ModulePath], _Sums], count: int) -> tupl
 
 
 def _timeline(
-    host: _Host, gpu: Sequence[Moment], calls: Sequence[Event], bounds: Sequence[float], skip: int
+    host: _Host,
+    gpu: Sequence[Sequence[Moment]],
+    calls: Sequence[Event],
+    lasted: Sequence[tuple[float, float]],
+    steps: _Steps,
+    skip: int,
 ) -> tuple[Moment, ...]:
-    """The first steps, a limited number of moments of them, from zero on."""
-    first, last = bounds[skip], bounds[min(len(bounds) - 1, skip + TRACE_STEPS)]
-    found = [
-        Moment("module", s.path[-1], s.path, s.start, s.us) for s in host.spans if first <= s.start < last and s.path
-    ]
-    shown = (e for e in calls if first <= e.start < last and (e.us >= SHORTEST or e.kind == "launch"))
-    found += [Moment("host", e.name, host.at(e.start), e.start, e.us) for e in shown]
-    found += gpu
+    """The first steps that count, from zero on: what the host did for them and what the GPU ran of them, which may be
+    long after. As many whole steps as there is room for; of one that is longer than that, its beginning."""
+    found: list[Moment] = []
+    for index, own in enumerate(gpu[:TRACE_STEPS]):
+        begin, us = lasted[index]
+        more = [Moment("step", f"step {index + 1}", (), begin, us), *own]
+        at = skip + index
+        more += [Moment("module", s.path[-1], s.path, s.start, s.us) for s in host.spans if steps.at(s.start) == at]
+        shown = (e for e in calls if steps.at(e.start) == at and (e.us >= SHORTEST or e.kind == "launch"))
+        more += [Moment("host", e.name, host.at(e.start), e.start, e.us) for e in shown]
+        if found and len(found) + len(more) > MOST_MOMENTS:
+            break
+        found += more
     found.sort(key=lambda moment: (moment.start, -moment.us))
+    first = min(steps.begins[skip], lasted[0][0])
     return tuple(Moment(m.track, m.name, m.path, m.start - first, m.us) for m in found[:MOST_MOMENTS])

@@ -9,26 +9,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.hf import StaticCompiled, _Transformers
-from warpline.bench.methods.ours import Naive, NaiveCompiled, OnTorch, OnTorchCompiled, _OnExecutor
-from warpline.bench.methods.static_kv import StaticKV
+from warpline.bench.methods.ours import (
+    Naive,
+    NaiveCompiled,
+    OnCpu,
+    OnKernels,
+    OnPersistent,
+    OnTorch,
+    OnTorchCompiled,
+    _OnExecutor,
+)
+from warpline.bench.methods.static_kv import StaticKV, StaticKVCompiled
+from warpline.engine.executor import Executor
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.prompts import Pass
 from warpline.engine.schedule import decode_step
+from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.observe import observed
 from warpline.model.parameters import Step
 from warpline.model.weights import Weights
 from warpline.profile.events import Sequencer
-from warpline.profile.names import hf_path, op_path, path_of
+from warpline.profile.names import WHOLE, hf_path, op_path, path_of
 from warpline.profile.order import begins_product, by_products
 from warpline.profile.session import ModulePath
+
+#: What a call of the cpu executor's compiled code is called among operators.
+CPU_DECODE = "warpline_cpu_decode"
 
 Mark = Callable[[], None]
 #: Enters a module and leaves it again.
@@ -40,6 +55,15 @@ def reason_against(method: type[Method]) -> str | None:
     if issubclass(method, Naive | _OnExecutor | _Transformers | StaticKV):
         return None
     return f"{method.title} computes outside of torch, and nothing can be seen of it: 'warpline bench' times it"
+
+
+def naming_loops(method: type[Method]) -> AbstractContextManager[object]:
+    """While this is open, what torch compiles for a CPU has its loops recorded by name."""
+    if not issubclass(method, NaiveCompiled | OnTorchCompiled | StaticKVCompiled | StaticCompiled):
+        return nullcontext()
+    from torch._inductor import config
+
+    return config.patch({"cpp.enable_kernel_profile": True})  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -60,6 +84,9 @@ def watched(method: Method, mark: Mark, span: Span) -> Iterator[None]:
                 stack.enter_context(_replaced(method, "_next", mark))
             else:
                 stack.enter_context(_replays(method._graphs, mark))
+        elif isinstance(method, OnCpu):
+            stack.enter_context(_replaced(method._executor, "_prefill", mark))
+            stack.enter_context(_step_by_step(method._executor, mark, span))
         elif isinstance(method, _OnExecutor):
             stack.enter_context(_replaced(method._executor, "_prefill", mark))
             if isinstance(method._executor, KernelsExecutor):
@@ -105,6 +132,30 @@ def _replaced(owner: Any, name: str, mark: Mark) -> Iterator[None]:
             vars(owner).pop(name)
         else:
             setattr(owner, name, own)
+
+
+@contextmanager
+def _step_by_step(executor: Executor, mark: Mark, span: Span) -> Iterator[None]:
+    """The cpu executor decodes any number of tokens in one call of compiled code, which nobody sees from outside: here
+    each has a call of its own, with a mark before it, and a name among torch's operators."""
+    decode, compute = executor.decode, executor._decode
+
+    def marked(state: State, n: int) -> None:
+        for _ in range(n):
+            mark()
+            with span((WHOLE,)):
+                decode(state, 1)
+
+    def named(state: State, n: int) -> None:
+        with record_function(CPU_DECODE):
+            compute(state, n)
+
+    vars(executor).update(decode=marked, _decode=named)
+    try:
+        yield
+    finally:
+        for name in ("decode", "_decode"):
+            del vars(executor)[name]
 
 
 class _Marked:
@@ -161,13 +212,18 @@ def _hooked(model: Any, span: Span) -> Iterator[None]:
 Op = tuple[str, ModulePath]
 
 
+def by_order(method: Method) -> bool:
+    """Whether nobody sees its modules, so that only the order of its products tells them."""
+    return isinstance(method, StaticKV | NaiveCompiled | OnTorchCompiled | StaticCompiled)
+
+
 def sequencer_of(method: Method, phase: str) -> Sequencer | None:
     """For executors that launch by a table or from a graph of it: which module each kernel of a step belongs to. For
-    others that nobody can look into: by the order of their products."""
-    if isinstance(method, StaticKV | NaiveCompiled | OnTorchCompiled | StaticCompiled):
+    others that nobody can look into: by the order of their products, on a CPU too."""
+    if by_order(method):
         layers = method.case.windowed(method.weights.config).n_layer
         return lambda names: by_products(names, layers)
-    if not isinstance(method, _OnExecutor) or isinstance(method, OnTorch):
+    if not isinstance(method, OnKernels | OnPersistent):
         return None
     state, executor = method._state, method._executor
     assert state is not None  # it has generated before
@@ -199,7 +255,7 @@ def _ops_of(prompt: Pass, weights: Weights) -> list[Op]:
 def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
     """The modules of the kernels `names`, which ran in the order of `ops`. Ours are called like their op. Kernels of
     other names are a library's: they belong to the ops between ours, a product beginning each; where that does not come
-    out even, nobody knows. Copies are the step's own."""
+    out even, nobody knows. Copies, and what runs where no op is left, such as taking in prompts, are the step's own."""
     copies = [name.startswith(("Memcpy", "Memset")) for name in names]
     found: list[ModulePath | None] = []
     foreign: list[str] = []
@@ -222,7 +278,9 @@ def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
 
 
 def _spread(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
+    if not ops:  # nothing of the table is missing here
+        return [()] * len(names)
     products = [i for i, name in enumerate(names) if begins_product(name)]
-    if not ops or products[:1] != [0] or len(products) != len(ops):
+    if products[:1] != [0] or len(products) != len(ops):
         return [None] * len(names)
     return [ops[sum(i <= at for i in products) - 1][1] for at in range(len(names))]

@@ -12,8 +12,8 @@ from warpline.profile.session import ModulePath
 ATTENTION, MLP = "attention", "MLP"
 #: All blocks together, where layers are merged.
 BLOCKS = "transformer blocks"
-#: What joins the names of steps that one kernel does.
-PLUS = " + "
+#: What joins the names of steps that one kernel does, and the name of one that does all.
+PLUS, WHOLE = " + ", "whole model"
 
 _SCOPES: dict[str, ModulePath] = {"block": (), "attention": (ATTENTION,), "mlp": (MLP,)}
 _BY_NAME = {step.name: step for step in p.STEPS}
@@ -48,6 +48,8 @@ def fused(layer: int | None, *steps: p.Step) -> ModulePath:
 
 def steps_of(name: str) -> list[p.Step]:
     """The priced steps that a leaf's name says it does."""
+    if name == WHOLE:
+        return list(p.STEPS)
     return [_BY_NAME[part] for part in name.split(PLUS) if part in _BY_NAME]
 
 
@@ -117,16 +119,17 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
 
 # --- stamps of the persistent kernel ----------------------------------------------------------------------------------
 
+#: A stage that gathers rows stands with the product that follows, whose weights arrive in the meantime.
 _STAGES: dict[str, tuple[p.Step, ...]] = {
-    "ln_1": (p.LN_1,),
-    "qkv": (p.QKV_PROJECTION,),
+    "ln_1": (p.LN_1, p.QKV_PROJECTION),
+    "qkv": (p.LN_1, p.QKV_PROJECTION),
     "attention": (p.KV_CACHE, p.FUSED_ATTENTION),
     "out": (p.OUTPUT_PROJECTION, p.RESIDUAL_1),
-    "ln_2": (p.LN_2,),
-    "fc": (p.EXPANSION, p.ACTIVATION),
+    "ln_2": (p.LN_2, p.EXPANSION, p.ACTIVATION),
+    "fc": (p.LN_2, p.EXPANSION, p.ACTIVATION),
     "proj": (p.PROJECTION, p.RESIDUAL_2),
-    "ln_f": (p.LN_F,),
-    "head": (p.LM_HEAD,),
+    "ln_f": (p.LN_F, p.LM_HEAD),
+    "head": (p.LN_F, p.LM_HEAD),
 }
 
 

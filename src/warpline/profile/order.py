@@ -42,6 +42,8 @@ def by_products(names: Sequence[str], layers: int) -> list[ModulePath | None]:
             found.append(path_of(*anchors[at]))
         elif at >= 0 and _APPENDIX.search(name):
             found.append(path_of(*anchors[at]))
+        elif at < 0 and name.startswith("Memcpy"):
+            found.append(())  # the prompt is taken in
         else:
             before = anchors[at] if at >= 0 else None
             found.append(_between(before, anchors[at + 1] if at + 1 < len(anchors) else None, classify(name)))

@@ -1,16 +1,18 @@
-"""Measured time beside what bytes and FLOPs would take: the cost model joined with the tree. Knows no torch."""
+"""Measured time beside what bytes and FLOPs would take: the cost model joined with the tree. Time is what something was
+computed in; what a module waited before stands beside it. Knows no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from warpline import hardware
+from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model import parameters as p
 from warpline.profile import tree
 from warpline.profile.classify import classify
-from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, steps_of
+from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, WHOLE, steps_of
 from warpline.profile.session import ModulePath, Phase, Session
 
 #: What takes more than so many times what its bytes and FLOPs need is bound by neither.
@@ -47,10 +49,11 @@ class Roofs:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A module with its price: µs per step, bytes and FLOPs of all layers."""
+    """A module with its price: µs per step, computing and waiting, bytes and FLOPs of all layers."""
 
     name: str
     us: float
+    wait_us: float
     bytes: int
     flops: int
     roof_us: float
@@ -73,7 +76,7 @@ class Point:
 
     @property
     def share(self) -> float:
-        """Of the roof: above 1 where what it reads was in a cache."""
+        """Of the roof, while it computes: above 1 where what it reads was in a cache."""
         return self.roof_us / self.us
 
     @property
@@ -95,8 +98,8 @@ def other_roofs(gpu: str, dtype: str) -> Roofs:
     if device is None or device.spec_bandwidth is None:
         names = ", ".join(one.name for one in hardware.KNOWN_GPUS)
         raise ConfigError(f"nothing is known of a GPU called '{gpu}'; choose from: {names}")
-    if not device.supports(dtype):
-        raise ConfigError(f"{device.name} cannot compute in {dtype}: profile in fp16 or fp32")
+    if dtype not in DTYPE_BYTES or not device.supports(dtype):
+        raise ConfigError(f"nothing computes in {dtype} on {device.name}: profile in fp16 or fp32")
     rate = device.fp32_tflops if dtype == "fp32" else device.tensor_tflops
     assert rate is not None
     return Roofs(device.name, device.spec_bandwidth, rate, measured=False)
@@ -106,22 +109,21 @@ def points(session: Session, phase: Phase, of: Roofs | None = None) -> list[Poin
     """Every module that has a price, in the order of the step. What a module does itself has the price of those of its
     steps that are not seen apart."""
     limits = of or roofs(session)
-    prices = {price.step: price for price in cost.costs(session.workload(phase))}
-    left = dict(prices)
+    left = {price.step: price for price in cost.costs(session.workload(phase))}
     found: list[Point] = []
     root = tree.build(phase)
     leaves = [node for _, node in root.walk() if node.name != tree.SELF]
     for node in leaves:  # the topmost that names steps: what it has below are parts of these
         steps = [step for step in steps_of(node.name) if step in left] if node.path else []
-        if steps and node.us > 0:
-            found.append(_point(node.name, node.us, [left.pop(step) for step in steps], limits))
+        if steps and node.busy_us > 0:
+            found.append(_point(node.name, node.busy_us, node.gap_us, [left.pop(step) for step in steps], limits))
     for scope, path in _SCOPES.items():
         own = root.find(*path)
         mine = None if own is None else own.children.get(tree.SELF)
         rest = [price for step, price in left.items() if step.scope == scope and not _absent(step, phase)]
-        if mine is not None and rest and mine.us > 0:
+        if mine is not None and rest and mine.busy_us > 0:
             name = f"{path[-1] if path else 'step'} {tree.SELF}"
-            found.append(_point(name, mine.us, rest, limits))
+            found.append(_point(name, mine.busy_us, mine.gap_us, rest, limits))
     return found
 
 
@@ -134,10 +136,10 @@ def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
     """The step: weights and KV cache once, activations left out, because they need not leave the chip."""
     limits, work = of or roofs(session), session.workload(phase)
     moved, flops = cost.total_bytes(work), cost.total_flops(work)
-    name = "whole step"
     return Point(
-        name,
-        phase.step_us,
+        "whole step",
+        phase.busy_us,
+        phase.gap_us,
         moved,
         flops,
         limits.us(moved, flops),
@@ -145,27 +147,25 @@ def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
     )
 
 
-def _point(name: str, us: float, prices: list[cost.StepCost], limits: Roofs) -> Point:
+def _point(name: str, us: float, wait_us: float, prices: list[cost.StepCost], limits: Roofs) -> Point:
     """Steps that one kernel does keep what they hand over on the chip: the first reads, the last writes."""
     moved = sum(price.weight_bytes + price.kv_bytes for price in prices)
     flops = sum(price.flops for price in prices)
     activations = [price.activation_bytes for price in prices]
-    moved += sum(activations) if PLUS not in name else max(activations)
+    moved += max(activations) if PLUS in name or name == WHOLE else sum(activations)
     by_bytes = limits.bytes_us(moved) >= limits.flops_us(flops)
-    return Point(name, us, moved, flops, limits.us(moved, flops), by_bytes)
+    return Point(name, us, wait_us, moved, flops, limits.us(moved, flops), by_bytes)
 
 
 def class_bytes(session: Session, phase: Phase) -> dict[str, int]:
     """Bytes that each class must move: a module's are of the class in which it spends most."""
-    spent: dict[str, dict[str, float]] = {}
-    for row in phase.kernels:
-        if row.path:
-            found = spent.setdefault(row.path[-1], {})
-            kind = classify(row.name)
-            found[kind] = found.get(kind, 0.0) + row.us
     sums: dict[str, int] = {}
     for point in points(session, phase):
-        if kinds := spent.get(point.name):
+        kinds: dict[str, float] = {}
+        for row in phase.kernels:
+            if point.name in row.path and (kind := classify(row.name)) != "exchange":
+                kinds[kind] = kinds.get(kind, 0.0) + row.us
+        if kinds:
             kind = max(kinds, key=kinds.__getitem__)
             sums[kind] = sums.get(kind, 0) + point.bytes
     return sums

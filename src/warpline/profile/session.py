@@ -14,7 +14,7 @@ from warpline.config import ModelConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model import cost
 
-SCHEMA = 1
+SCHEMA = 2
 PHASES = ("prefill", "decode")
 #: Where a module's times come from, by the name that a phase gives: what it can show and what not.
 SOURCES = {
@@ -22,8 +22,8 @@ SOURCES = {
     "events": "CUDA events around every module, because CUPTI is not available: no single kernels",
     "stamps": "clocks read inside the persistent kernel, scaled to the time of its launch",
 }
-#: Tracks of a timeline.
-TRACKS = ("module", "host", "gpu")
+#: Tracks of a timeline: on a GPU a step is when its kernels run, which may be long after the host asked for them.
+TRACKS = ("step", "module", "host", "gpu")
 
 #: From the model down: ("h.3", "attention", "scores"); () is the step itself.
 ModulePath = tuple[str, ...]
@@ -202,10 +202,7 @@ def dumps(session: Session) -> str:
                     [word(r.name), word(r.path), _short(r.calls), _short(r.us), _short(r.duration_us)]
                     for r in phase.kernels
                 ],
-                "timeline": [
-                    [TRACKS.index(m.track), word(m.name), word(m.path), round(m.start, 2), round(m.us, 2)]
-                    for m in phase.timeline
-                ],
+                "timeline": [[TRACKS.index(m.track), word(m.name), word(m.path), *_rounded(m)] for m in phase.timeline],
             }
         )
     head = {n: getattr(session, n) for n in ("kind", "method", "title", "model", "dtype", "batch", "context")}
@@ -213,6 +210,12 @@ def dumps(session: Session) -> str:
     whole = {"warpline_profile": SCHEMA, "origin": dict(session.origin), "config": asdict(session.config)} | head
     whole |= limits | {"notes": list(session.notes), "words": [w if isinstance(w, str) else list(w) for w in words]}
     return json.dumps(whole | {"phases": phases}, separators=(",", ":"))
+
+
+def _rounded(moment: Moment) -> tuple[float, float]:
+    """Begin and duration to 10 ns. The end is rounded too, so that what ended inside another still does."""
+    start = round(moment.start, 2)
+    return start, round(round(moment.start + moment.us, 2) - start, 2)
 
 
 def _short(value: float) -> float:
@@ -229,9 +232,12 @@ def loads(text: str, source: str = "the text") -> Session:
         raise ConfigError(f"{source} is no whole JSON file ({error}): was it cut short?") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("warpline_profile"), int):
         raise ConfigError(foreign)
-    if raw["warpline_profile"] > SCHEMA:
+    if (schema := raw["warpline_profile"]) > SCHEMA:
+        raise ConfigError(f"{source} was written by a newer warpline (schema {schema}, known {SCHEMA}): update")
+    if schema < SCHEMA:
         raise ConfigError(
-            f"{source} was written by a newer warpline (schema {raw['warpline_profile']}, known {SCHEMA}): update"
+            f"{source} was written by an older warpline (schema {schema}, now {SCHEMA}), which counted steps "
+            "otherwise: record it again"
         )
     try:
         session = _session(raw)

@@ -3,6 +3,7 @@ compiled with stamps writes its clock at the end of every stage of every layer, 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from warpline.bench.methods.ours import OnPersistent
+    from warpline.engine.state import State
 
 ENTRY = "warpline_decode"
+#: Launches that are timed.
+RUNS = 5
 
 
 def stages(layers: int) -> list[ModulePath]:
     """The modules of a token's stamps, in order."""
     found = [stamp_path(stamp, layer) for layer in range(layers) for stamp in LAYER_STAMPS]
     return found + [stamp_path(stamp, None) for stamp in TOKEN_STAMPS]
+
+
+def kernel_name(path: ModulePath) -> str:
+    """What a stage is called among kernels."""
+    return f"{ENTRY}: {path[-1]}"
 
 
 def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) -> list[tuple[float, float, float]]:
@@ -45,7 +54,6 @@ def decode_phase(method: OnPersistent, prompts: Tensor, steps: int, plain_us: fl
     """Run the method with a stamped program, and read its clocks."""
     import torch
 
-    from warpline.bench.protocol import timed
     from warpline.engine.persistent_exec import PersistentExecutor
 
     executor = method._executor
@@ -53,46 +61,62 @@ def decode_phase(method: OnPersistent, prompts: Tensor, steps: int, plain_us: fl
     config, before = executor.config, executor.extents
     modules = stages(config.n_layer)
     tokens = steps + 1
+    launches: list[tuple[Any, Any]] = []
+    decode = executor._decode
+
+    def timed_decode(state: State, n: int) -> None:
+        """Between two events of the GPU: what the host does in the meantime is not counted."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        decode(state, n)
+        end.record()
+        launches.append((begin, end))
+
     executor.extents = replace(before, stamped_tokens=tokens)
     executor.stamps = torch.zeros(before.blocks, tokens * len(modules), dtype=torch.int64, device=executor.device)
+    vars(executor)["_decode"] = timed_decode
     try:
-        method.generate(prompts, 1 + tokens)  # compiles, and is not counted
-        first = min(timed(lambda: method.generate(prompts, 1), executor.device) for _ in range(3))
-        whole = [timed(lambda: method.generate(prompts, 1 + tokens), executor.device) for _ in range(3)]
-        clocks: Any = executor.stamps.cpu().tolist()
+        for _ in range(1 + RUNS):  # the first compiles, and is not counted
+            method.generate(prompts, 1 + tokens)
+        clocks: Any = executor.stamps.cpu().tolist()  # of the last, and waits for it
     finally:
+        del vars(executor)["_decode"]
         executor.extents, executor.stamps = before, None
-    step_us = 1e6 * (sorted(whole)[1] - first) / tokens
-    each = stage_times(clocks, len(modules), step_us)
-    return stamped_phase(modules, each, steps, step_us, plain_us, work)
+    runs = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[-RUNS:]]
+    each = stage_times(clocks, len(modules), statistics.median(runs))
+    return stamped_phase(modules, each, steps, runs, plain_us, work)
 
 
 def stamped_phase(
     modules: Sequence[ModulePath],
     each: Sequence[tuple[float, float, float]],
     steps: int,
-    step_us: float,
+    runs: Sequence[float],
     plain_us: float,
     work: Work,
 ) -> Phase:
-    """A phase of stages: they follow one another without gaps, in one kernel."""
+    """A phase of stages: they follow one another without gaps, in one kernel, whose rows say which stage they are. Some
+    launches took `runs` µs per token."""
     spans = tuple(SpanRow(path, mean, 0.0) for path, (mean, _, _) in zip(modules, each, strict=True))
-    moments, at = [], 0.0
+    moments, at = [Moment("step", "step 1", (), 0.0, sum(mean for mean, _, _ in each))], 0.0
     for path, (mean, _, _) in zip(modules, each, strict=True):
-        moments.append(Moment("gpu", path[-1], path, at, mean))
+        moments.append(Moment("gpu", kernel_name(path), path, at, mean))
         at += mean
     launch = 1 / (steps + 1)
     return Phase(
         name="decode",
         source="stamps",
         steps=steps,
-        step_us=step_us,
-        fastest_us=step_us,
-        slowest_us=step_us,
+        step_us=statistics.median(runs),
+        fastest_us=min(runs),
+        slowest_us=max(runs),
         plain_us=plain_us,
         work=work,
         spans=spans,
-        kernels=(KernelRow(ENTRY, (), launch, step_us, step_us),),
+        kernels=tuple(
+            KernelRow(kernel_name(path), path, 1.0, mean, mean)
+            for path, (mean, _, _) in zip(modules, each, strict=True)
+        ),
         launches=Launches(count=launch, kernels=launch),
         timeline=tuple(moments),
     )

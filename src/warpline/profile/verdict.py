@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from warpline.model import cost
+from warpline.profile.classify import classify
 from warpline.profile.launches import overhead
+from warpline.profile.names import WHOLE
 from warpline.profile.roofline import Point, Roofs, points, roofs, whole
-from warpline.profile.session import Phase, Session
+from warpline.profile.session import KernelRow, Phase, Session
 
 #: From here on a step is at its limit, and only less work makes it faster.
 AT_THE_LIMIT = 0.8
+#: µs below which a kernel is short, and how many of them to a step are many.
+SHORT, MANY = 10.0, 16
 #: Steps of attention that are one when it is fused, and those that a kernel can do on its way.
 _PARTS = ("scores", "mask", "softmax", "values")
 _SMALL = ("ln_1", "ln_2", "ln_f", "residual 1", "residual 2", "activation", "QKV reshape", "output reshape", "add")
@@ -42,7 +46,7 @@ class Finding:
     def text(self) -> str:
         """The paragraph."""
         return (
-            f"{self.cause} {self.remedy} That would take a step from {self.step_us:,.0f} to about "
+            f"{self.cause} {self.remedy} At best that takes a step from {self.step_us:,.0f} to "
             f"{self.after_us:,.0f} µs ({self.gain:.2f}× as fast)."
         )
 
@@ -55,6 +59,9 @@ def findings(session: Session, phase: Phase) -> list[Finding]:
         *_no_cache(session, phase, limits),
         *_gaps(session, phase),
         *_parts_of_attention(session, phase, priced, limits),
+        *_exchanges(session, phase),
+        *_short_kernels(session, phase, limits),
+        *_attention(session, phase, priced),
         *_small_steps(session, phase, priced),
         *_slow_products(session, phase, priced),
         *_precision(session, phase, priced),
@@ -85,7 +92,8 @@ def verdict(session: Session, phase: Phase) -> str:
             else "Its modules cannot be seen, so nothing else is priced."
         )
         return f"{stands} {why}"
-    return f"{stands} {best[0].text}"
+    behind = f" Behind that: {best[1].kind}, {best[1].saved_us:,.0f} µs." if len(best) > 1 else ""
+    return f"{stands} {best[0].text}{behind}"
 
 
 def _no_cache(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding]:
@@ -118,7 +126,7 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
             f"Python and the dispatch of {spent.kernels:,.0f} operators take {gaps:,.0f} µs of each step "
             f"({share:.0f} %).",
             "Fewer and larger operators do away with that."
-            if "compile" in session.method
+            if "compile" in session.method or session.method.startswith("cpu")
             else "Fewer and larger operators, or torch.compile, do away with that.",
             gaps,
             phase.free_us,
@@ -128,12 +136,87 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
     between = f"gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each})."
     if not spent.kernels:
         between = "gaps between modules; those inside them were not seen."
+    who, one_graph = "The GPU waits for the host", phase.launches.graphs and phase.launches.count < 2
+    if one_graph:
+        who = "Though the step is one graph, the GPU waits for its launch and between its kernels"
+    if phase.name == "prefill":
+        remedy = (
+            "Prepare less before the launch, or take several prompts at once."
+            if one_graph
+            else "Capture the pass in a CUDA graph, as the executors graph and persistent do."
+        )
+    elif one_graph:
+        remedy = "Let kernels overlap, as the graph executor does, or decode many tokens in one launch (persistent)."
+    else:
+        remedy = (
+            "Capture the step in a CUDA graph, or decode many tokens in one launch (executors graph and persistent)."
+        )
     yield Finding(
         "gaps",
-        f"The GPU waits for the host: it computes {100 - share:.0f} % of the time, and {gaps:,.0f} µs of each step are "
-        f"{between}",
-        "Capture the step in a CUDA graph, or decode many tokens in one launch (executors graph and persistent).",
+        f"{who}: it computes {100 - share:.0f} % of the time, and {gaps:,.0f} µs of each step are {between}",
+        remedy,
         gaps,
+        phase.free_us,
+    )
+
+
+def _exchanges(session: Session, phase: Phase) -> Iterator[Finding]:
+    """Stages of one launch in which blocks wait for what others have computed. Weights go on arriving meanwhile, so a
+    step without exchanges still takes what the memory needs."""
+    count = sum(row.calls for row in _exchange_rows(phase))
+    spent = sum(row.us for row in _exchange_rows(phase)) * _unrecorded(phase)
+    if count:
+        yield Finding(
+            "exchanges",
+            f"{count:,.0f} times a step the blocks of the persistent kernel hand their results to each other, and wait "
+            f"{spent:,.0f} µs for them ({100 * spent / phase.free_us:.0f} %).",
+            "Fewer exchanges help, and more sequences to a step, which share them.",
+            min(spent, phase.free_us - whole(session, phase).roof_us),
+            phase.free_us,
+        )
+
+
+def _exchange_rows(phase: Phase) -> list[KernelRow]:
+    return [row for row in phase.kernels if classify(row.name) == "exchange"]
+
+
+def _short_kernels(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding]:
+    """Kernels that have hardly begun when they end: filling the GPU and draining it takes longer than the work."""
+    if session.kind != "cuda" or phase.source != "kineto":
+        return
+    short = [row for row in phase.kernels if row.us < SHORT * row.calls]
+    count, spent = sum(row.calls for row in short), sum(row.us for row in short) * _unrecorded(phase)
+    if count < MANY:
+        return
+    step = whole(session, phase)
+    best = step.roof_us * spent / phase.free_busy_us  # their part of what the step must move
+    yield Finding(
+        "short kernels",
+        f"{count:,.0f} kernels of each step last less than {SHORT:g} µs, {spent / count:.1f} on average: beginning and "
+        f"ending costs more than the work, which would need {best:,.0f} of their {spent:,.0f} µs.",
+        "Fuse neighbours (torch.compile, the graph executor), or do the step in one launch (persistent)."
+        if session.method not in ("graph", "kernels")
+        else "One launch for all of it (persistent) never stops reading weights.",
+        spent - best,
+        phase.free_us,
+    )
+
+
+def _attention(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
+    """Attention in one kernel, over a cache that it must read."""
+    found = [point for point in priced if "fused attention" in point.name]
+    if not found:
+        return
+    spent, best = sum(_computing(phase, point) for point in found), sum(point.roof_us for point in found)
+    cached = session.workload(phase).kv_read
+    over = f"the {cached:,} positions of its cache" if cached else "the prompt"
+    yield Finding(
+        "attention",
+        f"Attention over {over} takes {spent:,.0f} µs, where bytes and FLOPs need {best:,.0f} µs.",
+        "Divide each head's positions among more blocks, so that all of the GPU reads."
+        if session.kind == "cuda"
+        else "Use a kernel that reads keys and values once, by all threads.",
+        spent - best,
         phase.free_us,
     )
 
@@ -172,19 +255,25 @@ def _small_steps(session: Session, phase: Phase, priced: list[Point]) -> Iterato
             "almost no arithmetic.",
             "Fuse them into the products beside them, as the kernels of the graph executor do."
             if session.kind == "cuda"
-            else "Fuse them into the products beside them, as torch.compile does.",
+            else "Fuse them into the products beside them"
+            + ("." if "compile" in session.method else ", as torch.compile does."),
             spent,
             phase.free_us,
         )
 
 
 def _computing(phase: Phase, point: Point) -> float:
-    """Of a module's time, when nobody records, what is no gap: those are another remedy's."""
-    return point.us * phase.free_busy_us / phase.step_us
+    """What a module computes when nobody records, without exchanges, which are another remedy's."""
+    exchanged = sum(row.us for row in _exchange_rows(phase) if point.name in row.path)
+    return (point.us - exchanged) * _unrecorded(phase)
+
+
+def _unrecorded(phase: Phase) -> float:
+    return phase.free_busy_us / phase.busy_us
 
 
 def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    products = [p for p in priced if any(word in p.name for word in ("rojection", "xpansion", "LM head"))]
+    products = [p for p in priced if any(word in p.name for word in ("rojection", "xpansion", "LM head", WHOLE))]
     if not products:
         return
     spent = sum(_computing(phase, point) for point in products)
@@ -201,9 +290,9 @@ def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Itera
     else:
         remedy = "Use larger tiles on tensor cores, or a larger batch."
     yield Finding(
-        "slow products",
-        f"Matrix products take {spent:,.0f} µs where their bytes and FLOPs need {best:,.0f} µs; the slowest, "
-        f"{worst.name}, reaches {100 * worst.share:.0f} % of its roof ({worst.gb_s:,.1f} GB/s).",
+        "weight streaming" if by_bytes else "slow products",
+        f"Matrix products take {spent:,.0f} µs where their {'weights' if by_bytes else 'FLOPs'} need {best:,.0f} µs; "
+        f"the slowest, {worst.name}, reaches {100 * worst.share:.0f} % of its roof ({worst.gb_s:,.1f} GB/s).",
         remedy,
         spent - best,
         phase.free_us,

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from importlib import resources
 
 from warpline.profile import tree
 from warpline.profile.classify import classify
 from warpline.profile.render import sections as s
-from warpline.profile.roofline import Point, points, roofs, whole
+from warpline.profile.render.roofchart import roofline
 from warpline.profile.session import Phase, Session
 
 _PARTS = __package__ or ""
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 420, 64, 44
 
 
 def page(session: Session, *, gpu: str | None = None) -> str:
@@ -57,7 +55,7 @@ def _phase(session: Session, phase: Phase, gpu: str | None) -> list[str]:
         "<div class='grid'>",
         *(f"<div><h3>{_safe(one.title)}</h3>{_table(one)}</div>" for one in shares),
         "</div><h3>Roofline</h3>",
-        _roofline(session, phase),
+        roofline(session, phase),
     ]
     for section in found.values():
         parts.append(f"<h3>{_safe(section.title)}</h3>{_table(section, 'sortable')}")
@@ -95,75 +93,21 @@ def _node(node: tree.Node, root: tree.Node, *, deep: bool) -> str:
 
 
 def _timeline(phase: Phase) -> str:
-    """Moments as data; the script draws them. Red is where nothing ran."""
-    if not phase.timeline:
+    """Moments of the first step as data; the script draws them. Red is where nothing ran, from the step's begin on the
+    device to its end: what a host does for a GPU that is behind lies before that."""
+    step = next((m for m in phase.timeline if m.track == "step"), None)
+    if step is None:
         return "<p class='soft'>This session was kept without its timeline.</p>"
-    until = phase.step_us * 1.02
-    shown = [m for m in phase.timeline if m.start < until]
+    shown = [m for m in phase.timeline if m.track != "step" and m.start < step.start + step.us]
     modules = {path: i for i, path in enumerate(dict.fromkeys(m.path for m in shown))}
     rows = [
         (m.track, m.name, " / ".join(m.path) or "step", m.start, m.us, classify(m.name), modules[m.path]) for m in shown
     ]
     name = f"timeline-{phase.name}"
-    data = json.dumps(rows, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps({"step": [step.start, step.start + step.us], "rows": rows}, separators=(",", ":"))
+    data = data.replace("</", "<\\/")
     return (
         f"<canvas class='timeline' data-source='{name}' role='img' aria-label='one {phase.name} step'></canvas>"
         f"<script type='application/json' id='{name}'>{data}</script>"
         "<p class='soft'>Red is where nothing ran. The wheel zooms, dragging moves, a double click shows all.</p>"
     )
-
-
-def _roofline(session: Session, phase: Phase) -> str:
-    """TFLOP/s over FLOP per byte, both logarithmic: below the slope memory binds, below the flat the arithmetic."""
-    limits = roofs(session)
-    drawn = [point for point in [*points(session, phase), whole(session, phase)] if point.flops and point.bytes]
-    knee = 1e3 * limits.tflop_s / limits.read_gb_s
-    low = math.floor(math.log10(min(0.05, *(point.intensity for point in drawn))))
-    high = math.ceil(math.log10(max(10 * knee, *(point.intensity for point in drawn))))
-    top = math.ceil(math.log10(limits.tflop_s * 1.05))
-    bottom = math.floor(math.log10(min(point.tflop_s for point in drawn)))
-
-    def x(intensity: float) -> float:
-        return _LEFT + (math.log10(intensity) - low) / (high - low) * (_WIDTH - _LEFT - 10)
-
-    def y(rate: float) -> float:
-        return 10 + (top - math.log10(rate)) / (top - bottom) * (_HEIGHT - _BOTTOM - 10)
-
-    parts = [f"<svg class='roof' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='roofline of {phase.name}'>"]
-    for power in range(low, high + 1):
-        at = x(10.0**power)
-        parts.append(f"<path class='grid-line' d='M{at:.1f} 10V{_HEIGHT - _BOTTOM}'/>")
-        parts.append(f"<text x='{at:.1f}' y='{_HEIGHT - 26}' text-anchor='middle'>{10.0**power:g}</text>")
-    for power in range(bottom, top + 1):
-        at = y(10.0**power)
-        parts.append(f"<path class='grid-line' d='M{_LEFT} {at:.1f}H{_WIDTH - 10}'/>")
-        parts.append(f"<text x='{_LEFT - 6}' y='{at + 4:.1f}' text-anchor='end'>{10.0**power:g}</text>")
-    least = max(10.0**low, 10.0**bottom * 1e3 / limits.read_gb_s)
-    slope = (
-        f"M{x(least):.1f} {y(least * limits.read_gb_s / 1e3):.1f}L{x(knee):.1f} {y(limits.tflop_s):.1f}H{_WIDTH - 10}"
-    )
-    parts.append(f"<path class='limit' d='{slope}'/>")
-    taken: list[tuple[float, float]] = []
-    for point in sorted(drawn, key=lambda point: -point.us):
-        parts.append(_dot(point, x(point.intensity), y(point.tflop_s), phase, taken))
-    parts.append(f"<text x='{(_WIDTH + _LEFT) / 2}' y='{_HEIGHT - 6}' text-anchor='middle'>FLOP per byte</text>")
-    parts.append(f"<text x='4' y='{_HEIGHT / 2}' transform='rotate(-90 12 {_HEIGHT / 2})'>TFLOP/s</text></svg>")
-    return "".join(parts)
-
-
-def _dot(point: Point, x: float, y: float, phase: Phase, taken: list[tuple[float, float]]) -> str:
-    """A module; those that take long have their names beside them, further down where another name is in the way."""
-    text = (
-        f"{point.name}\n{point.us:,.1f} µs, {point.gb_s:,.1f} GB/s, {point.tflop_s:,.3f} TFLOP/s\n"
-        f"{point.bound}-bound, {100 * point.share:.0f} % of the roof"
-    )
-    radius = 4 + 12 * math.sqrt(min(1.0, point.us / phase.step_us))
-    label = ""
-    if point.us > 0.04 * phase.step_us:
-        at = y + 4
-        while any(abs(at - other) < 14 and abs(x - beside) < 170 for beside, other in taken):
-            at += 14
-        taken.append((x, at))
-        side, anchor = (x + radius + 4, "start") if x < 0.75 * _WIDTH else (x - radius - 4, "end")
-        label = f"<text x='{side:.1f}' y='{at:.1f}' text-anchor='{anchor}'>{_safe(point.name)}</text>"
-    return f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius:.1f}' data-tip='{_safe(text)}'/>{label}"

@@ -39,11 +39,13 @@ for (const head of document.querySelectorAll("table.sortable th")) {
 
 // A timeline: lanes for modules, host and GPU; the wheel zooms, dragging moves, a double click shows all again.
 const LANES = ["module", "host", "gpu"], LABELS = { module: "modules", host: "host", gpu: "GPU" }, HEIGHT = 34, LEFT = 62;
-const COLOURS = { GEMM: "#c2410c", attention: "#7c3aed", reduction: "#0e7490", elementwise: "#4d7c0f", memory: "#64748b", other: "#a16207" };
+const COLOURS = { GEMM: "#c2410c", attention: "#7c3aed", reduction: "#0e7490", elementwise: "#4d7c0f", memory: "#64748b", exchange: "#be185d", other: "#a16207" };
 for (const canvas of document.querySelectorAll("canvas.timeline")) {
-  const data = JSON.parse(document.getElementById(canvas.dataset.source).textContent);
+  const source = JSON.parse(document.getElementById(canvas.dataset.source).textContent), data = source.rows;
+  // Where a lane waits if nothing is on it: during the step, on the GPU, or on the host where there is no GPU.
+  const idle = (lane) => (lane === "module" || (lane === "host" && data.some((m) => m[0] === "gpu")) ? null : source.step);
   const lanes = LANES.filter((lane) => data.some((m) => m[0] === lane));
-  const end = Math.max(...data.map((m) => m[3] + m[4]));
+  const end = Math.max(source.step[1], ...data.map((m) => m[3] + m[4]));
   let from = 0, until = end, dragged = null;
   const x = (t) => LEFT + ((t - from) / (until - from)) * (canvas.clientWidth - LEFT);
   function draw() {
@@ -56,7 +58,8 @@ for (const canvas of document.querySelectorAll("canvas.timeline")) {
     lanes.forEach((lane, row) => {
       const top = row * (HEIGHT + 8);
       g.fillStyle = style.getPropertyValue("--gap");
-      if (lane !== "module") g.fillRect(Math.max(LEFT, x(0)), top, Math.min(width, x(end)) - Math.max(LEFT, x(0)), HEIGHT);
+      const gap = idle(lane);
+      if (gap) g.fillRect(Math.max(LEFT, x(gap[0])), top, Math.min(width, x(gap[1])) - Math.max(LEFT, x(gap[0])), HEIGHT);
       for (const m of data) {
         if (m[0] !== lane) continue;
         const a = Math.max(LEFT, x(m[3])), b = x(m[3] + m[4]);
@@ -99,7 +102,7 @@ for (const canvas of document.querySelectorAll("canvas.timeline")) {
     const lane = lanes[Math.floor(event.offsetY / (HEIGHT + 8))], t = time(event);
     const hits = data.filter((m) => m[0] === lane && m[3] <= t && t < m[3] + m[4]), hit = hits[hits.length - 1];
     if (hit) showTip(event, `${hit[1]}\n${hit[2]}\n${hit[4].toLocaleString("en")} µs at ${hit[3].toLocaleString("en")} µs`);
-    else if (lane && lane !== "module" && t >= 0 && t <= end) showTip(event, "gap: nothing runs here");
+    else if (lane && idle(lane) && t >= idle(lane)[0] && t <= idle(lane)[1]) showTip(event, "gap: nothing runs here");
     else hideTip();
   });
   canvas.addEventListener("mouseleave", hideTip);

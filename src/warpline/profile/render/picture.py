@@ -6,16 +6,18 @@ import html
 from collections.abc import Sequence
 
 from warpline.profile import tree
-from warpline.profile.names import ATTENTION, BLOCKS, MLP
+from warpline.profile.classify import classify
+from warpline.profile.names import ATTENTION, BLOCKS, MLP, merged
 from warpline.profile.session import Phase, Session
 
-#: Parts of a step and their colours; what is left is the last but one, and waiting the last.
+#: Parts of a step and their colours, in which each bar shows them.
 PARTS = {
     "attention": "#7c3aed",
     "MLP": "#c2410c",
     "LayerNorms, residuals": "#0e7490",
     "LM head": "#4d7c0f",
     "the rest": "#64748b",
+    "exchanges": "#be185d",
     "waiting": "#fca5a5",
 }
 _WIDTH, _LEFT, _BAR, _PITCH, _TOP = 860, 150, 22, 34, 56
@@ -25,10 +27,13 @@ def shares(phase: Phase) -> dict[str, float]:
     """µs of each part, of a step when nobody records: what was recorded, with gaps as long as they are then."""
     root = tree.build(phase)
     found = dict.fromkeys(PARTS, 0.0)
+    exchanges = {merged(row.path) for row in phase.kernels if classify(row.name) == "exchange"}
     for _, node in root.walk():
         if node.children:
             continue
-        if node.path[:2] == (BLOCKS, ATTENTION):
+        if node.path in exchanges:
+            part = "exchanges"
+        elif node.path[:2] == (BLOCKS, ATTENTION):
             part = "attention"
         elif node.path[:2] == (BLOCKS, MLP):
             part = "MLP"
@@ -56,6 +61,8 @@ def bars(sessions: Sequence[Session], phase: str) -> str:
     ]
     at = 8.0
     for name, colour in PARTS.items():
+        if not any(parts[name] for _, _, parts in rows):
+            continue
         found.append(f'<rect x="{at:.0f}" y="31" width="12" height="12" fill="{colour}"/>')
         found.append(f'<text x="{at + 17:.0f}" y="42" fill="#334155">{name}</text>')
         at += 34 + 7.2 * len(name)
@@ -63,6 +70,8 @@ def bars(sessions: Sequence[Session], phase: str) -> str:
         top, x = _TOP + _PITCH * i, float(_LEFT)
         found.append(f'<text x="8" y="{top + 16}" fill="#0f172a">{html.escape(method)} {dtype}</text>')
         for name, us in parts.items():
+            if not us:
+                continue
             width = us / longest * (_WIDTH - _LEFT - 100)
             found.append(
                 f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{PARTS[name]}">'

@@ -150,10 +150,12 @@ def roofline(session: Session, phase: Phase) -> Section:
     """Bytes and FLOPs beside the time."""
     limits = roofs(session)
     rows = [_roof_row(point) for point in [*points(session, phase), whole(session, phase)]]
-    titles = ("module", "µs", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "bound by", "% of roof")
+    titles = ("module", "µs busy", "waiting", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "bound by", "% of roof")
     text = f"Roofs measured here: {limits.read_gb_s:,.0f} GB/s, {limits.tflop_s:,.2f} TFLOP/s."
     if any(point.share > 1 for point in points(session, phase)):
-        text += " Above 100 %: what is read was still in a cache."
+        text += (
+            " Above 100 %: what is read was still in a cache, or is read better than by torch, whose rate is the roof."
+        )
     return Section("Roofline", titles, tuple(rows), text)
 
 
@@ -161,6 +163,7 @@ def _roof_row(point: Point) -> tuple[str, ...]:
     return (
         point.name,
         f"{point.us:,.1f}",
+        f"{point.wait_us:,.1f}",
         f"{point.bytes / 1e6:,.2f}",
         f"{point.flops / 1e9:,.3f}",
         f"{point.gb_s:,.1f}",
