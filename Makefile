@@ -60,10 +60,10 @@ sanitize:
 
 # On a machine without a GPU, in less than ten minutes: all methods at the reference workload, the fastest of each kind
 # at the others. What there is no time for is named in the rows.
-FASTEST_ON_CPU = torch,onnxruntime,ctranslate2,ctranslate2-int8
+FASTEST_ON_CPU = cpu,cpu-int8,hf-sdpa,ctranslate2-int8,ctranslate2,onnxruntime
 bench-cpu: $(VENV)/.dev
 	$(BIN)/warpline bench reference -m stories -m random:gpt2 --device cpu --repetitions 3 --minutes 2.2 --save results \
-		--method $(FASTEST_ON_CPU),hf-sdpa,hf-eager,static-kv,naive,static-kv-compile
+		--method $(FASTEST_ON_CPU),torch,hf-eager,static-kv,naive,static-kv-compile
 	$(BIN)/warpline bench prefill decode batch long coldstart memory -m stories --device cpu --repetitions 3 \
 		--minutes 1.3 --save results --method $(FASTEST_ON_CPU)
 	$(BIN)/warpline bench prefill decode batch long coldstart memory -m random:gpt2 --device cpu --repetitions 3 \

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import SMALL
 from tests.model.test_stories import held_out
-from warpline import LLM
+from warpline import LLM, hardware
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
 from warpline.engine.cpu_exec import CpuExecutor, Team
 from warpline.engine.executor import Executor, create
 from warpline.engine.state import Request
-from warpline.errors import ConfigError, DeviceError
-from warpline.model.quantise import SCALE, quantise
-from warpline.model.weights import Weights, load
+from warpline.errors import ConfigError, DeviceError, ModelError
+from warpline.model.export import export
+from warpline.model.quantise import FILE, SCALE, Packed, quantise
+from warpline.model.weights import Weights, load, stored_dtype
 
 CPU = torch.device("cpu")
 GREEDY = Params(temperature=0, ignore_eos=True)
@@ -174,8 +181,77 @@ def test_other_executors_refuse_int8() -> None:
         create("torch", load(SMALL, dtype="int8"), CPU, "int8")
 
 
-def test_numba_keeps_what_is_others_where_it_was() -> None:
-    assert "warpline" not in str(numba.config.CACHE_DIR)
+def test_a_team_larger_than_the_machine_ends_and_agrees() -> None:
+    """Threads that must wait for a core sleep; whoever runs takes all the work there is."""
+    weights = load(SMALL)
+    asked = requests(weights, [5, 9], 30)
+    expected = run(create("torch", weights, CPU, "fp32"), asked)
+    for _ in range(3):
+        assert run(CpuExecutor(weights, CPU, "fp32", threads=3 * (os.cpu_count() or 1)), asked) == expected
+
+
+def test_threads_are_chosen() -> None:
+    before = torch.get_num_threads()
+    try:
+        llm = LLM(SMALL, device="cpu", threads=1)
+        assert isinstance(llm.executor, CpuExecutor)
+        assert llm.executor.threads == 1
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ConfigError, match="threads must be at least 1, not 0"):
+        LLM(SMALL, threads=0)
+
+
+def test_a_container_s_quota_limits_the_threads(tmp_path: Path) -> None:
+    for text, cores in (("150000 100000", 2), ("max 100000", 1 << 16), ("50000 100000", 1), ("", 1 << 16)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert hardware._quota(tmp_path / "cpu.max") == cores
+    assert hardware._quota(tmp_path / "missing") == 1 << 16
+
+
+def test_int8_models_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
+    model = "random:n_layer=2,n_head=3,n_embd=48,n_positions=64,vocab_size=101,tie_word_embeddings=false"
+    small = load(model, dtype="int8")
+    export(small, tmp_path / "small")
+    folder, file = str(tmp_path / "small"), tmp_path / "small" / FILE
+    for again in (load(folder, dtype="int8"), load(str(file), dtype="int8")):
+        assert again.tensors.keys() == small.tensors.keys()
+        assert all(torch.equal(again.tensors[name], value) for name, value in small.tensors.items())
+    codes, scale = small.tensors["wte.weight"], small.tensors["wte.weight" + SCALE]
+    assert torch.equal(load(folder).tensors["wte.weight"], Packed(codes, scale).plain())
+    assert (stored_dtype(folder), stored_dtype(str(file)), stored_dtype(SMALL)) == ("int8", "int8", None)
+    assert LLM(folder, device="cpu").dtype == "int8"
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # no other program takes codes for weights
+        AutoModelForCausalLM.from_pretrained(folder)
+    stored = load_file(file)
+    for lost in ("transformer.wte.weight", "transformer.wte.weight.scale"):
+        save_file({name: value for name, value in stored.items() if name != lost}, file)
+        with pytest.raises(ModelError, match=r"wte\.weight has codes or scales alone: export the model again"):
+            load(folder)
+    save_file(stored | {"transformer.wte.weight.scale": torch.ones(7)}, file)
+    with pytest.raises(ModelError, match="do not fit together"):
+        load(folder)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="a quantisation that is not read here"):
+        load(folder)
+
+
+def test_what_int8_takes_of_memory() -> None:
+    """In a process of its own: weights, cache and 300 MB more than torch itself, and nothing of the float32 weights."""
+    words = (
+        "import resource, torch; from warpline import LLM, SamplingParams;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024;"
+        "torch.zeros(1); before = peak(); llm = LLM('random:gpt2', device='cpu', dtype='int8');"
+        "llm.generate('Hello there', SamplingParams(temperature=0, max_tokens=20));"
+        "now = 1024 * int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1]);"
+        "print(peak() - before, now - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True, timeout=250)
+    peak, now = map(int, done.stdout.split())
+    weights, cache = 124.4e6 + 4 * 1024 * 768, 2 * 12 * 128 * 768 * 2
+    assert peak < weights + cache + 300e6
+    assert now < weights + cache + 200e6
 
 
 def test_a_dropped_executor_lets_its_threads_go() -> None:

@@ -68,8 +68,10 @@ def main(job: str) -> None:
     from warpline.model.weights import load
 
     case, device = Case(**asked["case"]), torch.device(asked["device"])
-    weights = load(case.model, dtype=case.dtype, device=str(device))
-    method = methods.find(asked["method"])(weights, case, device)
+    kind = methods.find(asked["method"])
+    kind.begin(case, device)
+    weights = load(case.model, dtype=kind.stored or case.dtype, device=str(device))
+    method = kind(weights, case, device)
     prompts = torch.arange(case.prompt).repeat(case.batch, 1).to(device) % weights.config.vocab_size
     method.generate(prompts, 1).cpu()
     first = time.time()

@@ -306,6 +306,9 @@ class Bench:
 
 def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, limits: dict[str, float]) -> Row:
     """What a row says of a method's times."""
+    kind = known.find(name)
+    case = replace(case, dtype=kind.stored or case.dtype)
+    counted = kind.exact or kind.stored  # others move fewer bytes than the dtype says
     whole = samples[f"{name} first" if case.kind == "prefill" else f"{name} whole"]
     row: Row = {
         "seconds": round(whole.median, 7),
@@ -319,7 +322,7 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
         work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
         row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
-        if known.find(name).exact:
+        if counted:
             best = plan.seconds_at_best(case, config, *limits.values())
             row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
@@ -333,7 +336,7 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
         if case.kind == "decode":
             row["tokens_per_second"] = round(case.batch * steps / decode, 2)
         row["us_per_token"] = round(1e6 * decode / steps, 3)
-        if known.find(name).exact:  # others move fewer bytes than the dtype says
+        if counted:
             row["gb_s"] = round(moved / decode / 1e9, 2)
             row["percent_of_limit"] = round(100 * moved / decode / 1e9 / limits["read_gb_s"], 2)
     return row

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from warpline.bench.methods.names import METHODS
+from warpline.bench.methods.names import INT8, METHODS
 from warpline.bench.workloads import WORKLOADS, Case, Settings, cases
 from warpline.cli.common import chosen, listed, print_table
-from warpline.config import DTYPE_BYTES, EngineConfig
+from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, one_of
 
 #: The defaults have one home: the dataclass.
@@ -32,7 +32,9 @@ def bench(
         list[str] | None,
         typer.Option("--model", "-m", help="random:gpt2 on a GPU, stories on a CPU; can be repeated for a sweep."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"fp16 on a GPU, fp32 on a CPU. {_HELP}")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"fp16 on a GPU, fp32 on a CPU; int8 is {' and '.join(INT8)}. {_HELP}")
+    ] = None,
     batch: Annotated[str | None, typer.Option(help=f"Sequences, instead of the workload's. {_HELP}")] = None,
     prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
     new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
@@ -61,11 +63,14 @@ def bench(
     if words and words[0] == "compare":
         _compare(words[1:], as_json)
         return
-    methods = chosen(method, METHODS, "method") or list(METHODS)
+    methods = chosen(method, METHODS, "method")
     EngineConfig(device=device)
     for name in words or ():
         one_of(name, WORKLOADS, "workload")
-    dtypes = chosen(dtype, DTYPE_BYTES, "dtype")
+    dtypes = chosen(dtype, WEIGHT_BYTES, "dtype")
+    if "int8" in dtypes:
+        methods, dtypes = _int8(methods, dtypes)
+    methods = methods or list(METHODS)
     for path in filter(None, (csv, md, html)):  # said now, not when everything has been measured
         if not path.parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
@@ -93,6 +98,16 @@ def bench(
     typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _int8(methods: list[str], dtypes: list[str]) -> tuple[list[str], list[str]]:
+    """int8 is a matter of methods: their rows stand beside those of fp32, which is what they approximate."""
+    others = [name for name in dtypes if name != "int8"]
+    if others not in ([], ["fp32"]):
+        raise ConfigError("int8 is compared with fp32 alone: use --dtype int8 or --dtype fp32,int8")
+    if methods and not set(methods) & set(INT8):
+        raise ConfigError(f"none of these methods has int8 weights: add {' or '.join(INT8)}")
+    return methods or (list(INT8) if not others else []), ["fp32"]
 
 
 def _run(

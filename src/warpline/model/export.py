@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from warpline.errors import ModelError
-from warpline.model.quantise import MARK, SCALE
+from warpline.model.quantise import FILE, SCALE
 from warpline.model.tokenizer import END_OF_TEXT, FILES
 from warpline.model.weights import Weights, checkpoint
 
@@ -49,9 +49,9 @@ def export(weights: Weights, folder: Path) -> list[Path]:
 
 
 def _fill(folder: Path, weights: Weights) -> None:
-    described = weights.config.to_hf() | (MARK if "wte.weight" + SCALE in weights.tensors else {})
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    save_file(checkpoint(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(weights.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+    name = FILE if "wte.weight" + SCALE in weights.tensors else "model.safetensors"
+    save_file(checkpoint(weights), folder / name, metadata={"format": "pt"})
     own = [path for name in FILES for path in sorted(weights.folder.glob(name))] if weights.folder is not None else []
     for path in own:
         shutil.copy(path, folder / path.name)

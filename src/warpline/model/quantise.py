@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: Behind the name of a matrix whose codes are stored.
 SCALE = ".scale"
-#: What a config.json says of files that hold such weights; transformers refuses what it does not know.
-MARK = {"quantization_config": {"quant_method": "warpline-int8"}}
+#: The file that holds such weights: not one that anybody else would read as plain ones.
+FILE = "model.int8.safetensors"
 _LARGEST = 127
 
 
@@ -46,17 +46,6 @@ class Packed:
     def plain(self) -> Tensor:
         """In float32."""
         return self.codes.float() * self.scale[:, None]
-
-
-def is_marked(raw: dict[str, Any]) -> bool:
-    """Whether a config.json is of files with int8 weights; another kind of quantisation is nobody's here."""
-    told = raw.get("quantization_config")
-    if told is not None and told != MARK["quantization_config"]:
-        kind = told.get("quant_method", told) if isinstance(told, dict) else told
-        raise ModelError(
-            f"its config.json names a quantisation that Warpline does not read ({kind}): use plain weights"
-        )
-    return told is not None
 
 
 def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Packed]]:

@@ -23,7 +23,7 @@ from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
-from warpline.model.quantise import Packed, is_marked, paired, place
+from warpline.model.quantise import FILE, Packed, paired, place
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
@@ -69,7 +69,7 @@ def stored_dtype(model: str) -> str | None:
     if model.startswith("random:"):
         return None
     path = _located(model)
-    return "int8" if is_marked(_read_json((path.parent if path.is_file() else path) / "config.json")) else None
+    return "int8" if path.name.endswith(FILE) or (path / FILE).exists() else None
 
 
 def _load(model: str, *target: Any) -> Weights:
@@ -180,7 +180,12 @@ def _from_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     pickled = folder / "pytorch_model.bin"
-    if single.exists():
+    source: Iterator[tuple[str, Tensor | Packed]]
+    if raw.get("quantization_config") is not None:
+        raise ModelError(f"{folder} holds weights of a quantisation that is not read here: use plain ones")
+    if (folder / FILE).exists():
+        source = paired(_safetensors([folder / FILE]))
+    elif single.exists():
         source = _safetensors([single])
     elif index.exists():
         source = _safetensors([folder / shard for shard in _shards(index)])
@@ -189,8 +194,7 @@ def _from_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
     else:
         wanted = ", ".join(path.name for path in (single, index, pickled))
         raise ModelError(f"{folder} holds no weights: one of {wanted} is needed")
-    found: Iterator[tuple[str, Tensor | Packed]] = paired(source) if is_marked(raw) else source
-    return Weights(name, config, _collect(found, config, str(folder), device, dtype), folder)
+    return Weights(name, config, _collect(source, config, str(folder), device, dtype), folder)
 
 
 def _shards(index: Path) -> list[str]:
@@ -211,8 +215,8 @@ def _config_beside(path: Path) -> ModelConfig:
 
 def _from_file(path: Path, device: torch.device, dtype: torch.dtype) -> Weights:
     config, source = _config_beside(path), _safetensors([path])
-    found: Iterator[tuple[str, Tensor | Packed]] = paired(source) if stored_dtype(str(path)) else source
-    tensors = _collect(found, config, str(path), device, dtype)
+    is_int8 = path.name.endswith(FILE)
+    tensors = _collect(paired(source) if is_int8 else source, config, str(path), device, dtype)
     return Weights(str(path), config, tensors, path.parent)
 
 

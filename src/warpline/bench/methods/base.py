@@ -56,6 +56,8 @@ class Method(ABC):
     windows: bool = False  # whether it knows sliding windows
     #: Whether it computes what the weights say; if not, how many tokens agree is reported instead of required.
     exact: bool = True
+    #: How it stores weights, if not as the case says.
+    stored: str | None = None
     #: Generations before the one that is judged and the ones that are timed: what compiles needs some.
     warm_up: int = 0
     #: About how long it takes before its first token, for planning a run that may not take long.
@@ -80,6 +82,10 @@ class Method(ABC):
         """What is not installed, if something is not."""
         absent = next((package for package in cls.packages if importlib.util.find_spec(package) is None), None)
         return None if absent is None else f"{absent} is not installed: pip install 'warpline[{cls.extra}]'"
+
+    @classmethod  # noqa: B027 - most have nothing to begin
+    def begin(cls, case: Case, device: torch.device) -> None:
+        """Begin what takes long and needs no weights, as a program would that loads them meanwhile."""
 
     @abstractmethod
     def generate(self, prompts: Tensor, new: int) -> Tensor:

@@ -24,5 +24,7 @@ METHODS = {
     "onnxruntime": "ort:OnnxRuntime",
 }
 
+#: Those with int8 weights; `--dtype int8` means them.
+INT8 = ("cpu-int8", "ctranslate2-int8")
 #: Those that are ours to be proud of, or not.
 OURS = ("torch", "torch-compile", "cpu", "cpu-int8", "kernels", "graph", "persistent")

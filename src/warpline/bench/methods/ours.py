@@ -16,7 +16,7 @@ from warpline.engine.state import Request, State
 from warpline.engine.torch_exec import TorchExecutor
 from warpline.model.gpt2 import GPT2
 from warpline.model.quantise import quantised
-from warpline.model.weights import Weights
+from warpline.model.weights import Weights, read_config
 
 
 class Naive(Method):
@@ -66,6 +66,11 @@ class _OnExecutor(Method):
         self._executor = executors.create(self.executor, windowed, device, case.dtype)
         self._state: State | None = None
 
+    @classmethod
+    def begin(cls, case: Case, device: torch.device) -> None:
+        """As `LLM` does."""
+        executors.begin(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
+
     def generate(self, prompts: Tensor, new: int) -> Tensor:
         """Prefill and decode in one state, kept for the next time."""
         batch, length = prompts.shape
@@ -114,9 +119,11 @@ class OnCpuInt8(OnCpu):
 
     title = "warpline cpu executor, int8 weights"
     exact = False
+    stored = "int8"
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(quantised(weights), replace(case, dtype="int8"), device)
+        is_plain = weights.tensors["wte.weight"].dtype != torch.int8
+        super().__init__(quantised(weights) if is_plain else weights, replace(case, dtype=self.stored), device)
 
 
 class OnKernels(_OnExecutor):

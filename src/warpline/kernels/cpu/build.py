@@ -56,4 +56,6 @@ def optimised(source: str) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(optimised(lowered(*sys.argv[1:])))
+    code = optimised(lowered(*sys.argv[1:]))
+    os.close(2)  # so that who reads both knows when to turn to the other
+    sys.stdout.buffer.write(code)

@@ -12,7 +12,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,13 +44,12 @@ class Build:
             return
         root = str(Path(warpline.__file__).parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._made = tempfile.TemporaryFile()  # noqa: SIM115 - closed when read
         try:
             self._compiler = subprocess.Popen(
                 [sys.executable, "-m", "warpline.kernels.cpu.build", *names],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
-                stdout=self._made,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
@@ -69,16 +67,17 @@ class Build:
 
     def _wait(self, compiler: subprocess.Popen[bytes]) -> bytes:
         assert compiler.stderr is not None
+        assert compiler.stdout is not None
         said = b""
-        with progress("Compiling for this CPU (once)", machine.PARTS) as advance, compiler, self._made as made:
+        with progress("Compiling for this CPU (once)", machine.PARTS) as advance, compiler:
             while piece := compiler.stderr.read1(1 << 12):  # type: ignore[attr-defined]
                 said += piece
                 advance(piece.count(b"."))
+            code = compiler.stdout.read()  # which begins where the other ends
             if compiler.wait() != 0:
                 reason = said.decode(errors="replace").strip(".\n").splitlines()[-1:] or ["no reason given"]
                 raise KernelError(f"compiling for this CPU failed ({reason[0]}): use --executor torch")
-            made.seek(0)
-            return made.read()
+            return code
 
 
 def _kept(path: Path) -> bytes | None:

@@ -1,0 +1,83 @@
+"""Programs for a CPU: compiled once, found again, and made anew whenever what is kept cannot be trusted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from warpline.errors import KernelError
+from warpline.kernels.cpu import library, machine
+from warpline.kernels.cpu.library import Build
+
+NAMES = ("fp32", "fp32", "relu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path))
+    return tmp_path / "cpu"
+
+
+def test_what_is_kept_is_found_and_what_is_damaged_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Build(*NAMES)
+    assert made._compiler is not None
+    assert made.function() is made.function()
+    (file,) = folder.iterdir()
+    code = file.read_bytes()
+    assert Build(*NAMES)._compiler is None
+    for damage in (code[:-40], code[:30], b"", b"x" * len(code)):
+        file.write_bytes(damage)
+        caplog.clear()
+        assert library._kept(file) is None
+        assert "is damaged: compiling again" in caplog.text
+    file.write_bytes(code)
+    triple, cpu, features = machine._host()
+    monkeypatch.setattr(machine, "_host", lambda: (triple, cpu, features.replace("+sse2", "-sse2")))
+    assert machine.key.__wrapped__() not in file.name  # another CPU's
+
+
+def test_two_processes_compile_at_once(folder: Path) -> None:
+    words = f"from warpline.kernels.cpu.library import Build; Build(*{NAMES}).function()"
+    both = [subprocess.Popen([sys.executable, "-c", words], env=dict(os.environ)) for _ in range(2)]
+    assert [process.wait(timeout=200) for process in both] == [0, 0]
+    (file,) = folder.iterdir()
+    assert library._kept(file)
+
+
+def test_a_folder_that_cannot_be_written_to_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path / "taken"))
+    library._keep(tmp_path / "taken" / "cpu" / "x.o", b"code")
+    assert "every start compiles again: set WARPLINE_CACHE_DIR" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert library._kept(tmp_path / "taken" / "cpu" / "x.o") is None
+    assert "cannot read" in caplog.text
+
+
+def test_what_cannot_be_compiled_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match=r"compiling for this CPU failed \(KeyError: 'nonsense'\): use --executor"):
+        Build("fp32", "fp32", "nonsense").function()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(KernelError, match="cannot start '/nowhere/python' to compile for this CPU"):
+        Build(*NAMES)
+    assert not folder.exists()
+
+
+def test_compiled_code_needs_the_c_library_alone(folder: Path) -> None:
+    """So that it can be loaded where numba is not imported."""
+    Build(*NAMES).function()
+    words = (
+        f"import sys; from warpline.kernels.cpu.library import Build; b = Build(*{NAMES}); "
+        "assert b._compiler is None and 'numba' not in sys.modules; b.function()"
+    )
+    subprocess.run([sys.executable, "-c", words], check=True, env=dict(os.environ), timeout=100)
