@@ -15,10 +15,12 @@ from torch import Tensor
 
 import warpline.hf as whf
 from tests.hf.conftest import close, left_padded, logits, make_model
+from warpline.bench.methods.hf import as_transformers
 from warpline.errors import ConfigError
 from warpline.hf import probe
 from warpline.hf.modules import MLP
 from warpline.hf.patching import RECORD
+from warpline.model import weights
 
 PARTS = ("mlp", "layernorm", "attention", "generate")
 
@@ -349,6 +351,14 @@ def test_wrong_results_are_refused_with_the_figure(model: Any, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"logits differ by \d"):
         whf.patch(model)
     assert instance_attributes(model) == attributes
+
+
+def test_trained_weights_are_within_their_rounding() -> None:
+    """Their activations are larger in places than random weights make them."""
+    (model,) = as_transformers(weights.load("stories"), torch.device("cpu"), copies=1)
+    report = whf.patch(model)
+    assert set(report.replaced) == set(PARTS)
+    assert 0 < report.difference <= report.allowed / 2
 
 
 def test_fast_math_reports_its_change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
