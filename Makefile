@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
+.PHONY: help demo test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
 	check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
 	@echo "make test     run the tests (no GPU needed)"
 	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
+	@echo "make test-hf-suite  run transformers' own model tests on plain and on patched models, in .venvs/ (five minutes)"
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
 	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
@@ -34,19 +35,39 @@ test: $(VENV)/.dev
 # The patch meets transformers' internals, which move: these versions and the one of `make test`. Each has an environment
 # of its own, which takes everything else, torch above all, from .venv.
 TRANSFORMERS = 4.57 5.0 5.5
-test-transformers: $(VENV)/.dev
-	set -e; for version in $(TRANSFORMERS); do \
-		env=.venvs/transformers-$$version; \
-		if [ ! -e $$env/.ready ]; then \
-			rm -rf $$env; $(BIN)/python -m venv $$env; \
-			$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-				> $$($$env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/warpline.pth; \
-			$$env/bin/python -m pip --disable-pip-version-check install "transformers==$$version.*"; \
-			touch $$env/.ready; \
-		fi; \
+ENVIRONMENTS = $(TRANSFORMERS:%=.venvs/transformers-%)
+test-transformers: $(ENVIRONMENTS:%=%/.ready)
+	set -e; for env in $(ENVIRONMENTS); do \
 		$$env/bin/python -c 'import transformers; print("transformers", transformers.__version__)'; \
 		PYTHONPATH=src:. $$env/bin/python -m pytest tests/hf tests/cli/test_hf.py --timeout 300 -p no:cacheprovider; \
 	done
+
+.venvs/transformers-%/.ready: | $(VENV)/.dev
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/warpline.pth
+	$(@D)/bin/python -m pip --disable-pip-version-check install "transformers==$*.*"
+	touch $@
+
+# Only the source distribution has tests, and of these only some: tools/hf_suite says what it lacks. SUITES chooses the
+# environments.
+SUITES = $(VENV) $(ENVIRONMENTS)
+test-hf-suite: .venvs/suite/.ready $(ENVIRONMENTS:%=%/.ready)
+	status=0; for env in $(SUITES); do \
+		source=transformers-$$($$env/bin/python -c 'import transformers; print(transformers.__version__)'); \
+		if [ ! -d .venvs/suite/$$source ]; then \
+			$$env/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --no-binary transformers \
+				-d .venvs/suite "$$(echo $$source | sed s/-/==/)" && \
+			tar -xzf .venvs/suite/$$source.tar.gz -C .venvs/suite || { status=1; continue; }; \
+		fi; \
+		echo "$$source"; \
+		PYTHONPATH=src:.:.venvs/suite/packages $$env/bin/python -m tools.hf_suite .venvs/suite/$$source/tests || status=1; \
+	done; exit $$status
+
+.venvs/suite/.ready: | $(VENV)/.dev
+	$(PIP) install --target $(@D)/packages parameterized psutil
+	touch $@
 
 # A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled.
 test-gpu:

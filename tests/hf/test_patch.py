@@ -15,10 +15,12 @@ from torch import Tensor
 
 import warpline.hf as whf
 from tests.hf.conftest import close, left_padded, logits, make_model
+from warpline.bench.methods.hf import as_transformers
 from warpline.errors import ConfigError
 from warpline.hf import probe
 from warpline.hf.modules import MLP
 from warpline.hf.patching import RECORD
+from warpline.model import weights
 
 PARTS = ("mlp", "layernorm", "attention", "generate")
 
@@ -243,6 +245,17 @@ def test_other_heads(ids: Tensor) -> None:
     assert set(report.replaced) == {"mlp", "layernorm", "attention"}
 
 
+def test_configs_that_ask_for_tuples(model: Any, ids: Tensor) -> None:
+    base = model.transformer  # heads of newer versions do not work with such a config
+    base.config.return_dict = False
+    with torch.no_grad():
+        before = base(input_ids=ids)
+        assert set(whf.patch(base).replaced) == set(PARTS) - {"generate"}
+        after = base(input_ids=ids)
+    assert isinstance(after, tuple)
+    assert close(after[0], before[0])
+
+
 def test_what_cannot_be_done_is_left_with_its_reason(ids: Tensor) -> None:
     for changes, part, reason in (
         ({"activation_function": "relu"}, "mlp", "tanh form only"),
@@ -338,6 +351,14 @@ def test_wrong_results_are_refused_with_the_figure(model: Any, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"logits differ by \d"):
         whf.patch(model)
     assert instance_attributes(model) == attributes
+
+
+def test_trained_weights_are_within_their_rounding() -> None:
+    """Their activations are larger in places than random weights make them."""
+    (model,) = as_transformers(weights.load("stories"), torch.device("cpu"), copies=1)
+    report = whf.patch(model)
+    assert set(report.replaced) == set(PARTS)
+    assert 0 < report.difference <= report.allowed / 2
 
 
 def test_fast_math_reports_its_change(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
