@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,16 @@ from warpline.profile.session import Session, Work
 from warpline.profile.verdict import verdict
 
 CPU = torch.device("cpu")
+
+
+def test_a_warning_of_some_versions_is_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Warns(recording.profile):  # type: ignore[misc]
+        def start(self) -> None:
+            warnings.warn("Warning: Profiler clears events at the end of each cycle.", UserWarning, stacklevel=2)
+            super().start()
+
+    monkeypatch.setattr(recording, "profile", Warns)
+    assert collect(wish("torch", phases=("decode",))).phases  # warnings are errors here
 
 
 def wish(method: str, **changes: Any) -> Wish:

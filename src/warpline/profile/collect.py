@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -345,11 +346,14 @@ def timed_spans(taken: list[tuple[str, ModulePath, float, float]]) -> list[Event
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Kineto announces itself on standard error when it starts and stops, whatever the log level."""
+    """Kineto announces itself on standard error when it starts and stops, whatever the log level; some versions
+    of torch also warn, once, of what would be lost between cycles, of which there is one."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
