@@ -12,7 +12,7 @@ help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
 	@echo "make test     run the tests (no GPU needed)"
 	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
-	@echo "make test-hf-suite  run transformers' own model tests on plain and on patched models, in .venvs/ (five minutes)"
+	@echo "make test-hf-suite  run transformers' own model tests on plain and patched models, in .venvs/ (ten minutes)"
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
 	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"

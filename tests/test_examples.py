@@ -38,7 +38,16 @@ def test_notebook(tmp_path: Path) -> None:
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells), "clear the outputs"
     out = run("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
-    for part in ("tok/s", "replaced  generate", "The dragon was hungry.", "True False", "our engine alone", "hf-sdpa"):
+    shown = (
+        "tok/s",
+        "replaced  generate",
+        "The dragon was hungry.",
+        "True False",
+        "Verdict",
+        "our engine alone",
+        "hf-sdpa",
+    )
+    for part in shown:
         assert part in out
 
 
