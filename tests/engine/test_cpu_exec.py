@@ -30,6 +30,7 @@ from warpline.engine.cpu_exec import CpuExecutor, Team
 from warpline.engine.executor import Executor, create
 from warpline.engine.state import Request
 from warpline.errors import ConfigError, DeviceError, ModelError
+from warpline.kernels.cpu import library
 from warpline.model.export import export
 from warpline.model.quantise import FILE, SCALE, Packed, quantise
 from warpline.model.weights import Weights, load, stored_dtype
@@ -110,6 +111,22 @@ def test_window(window: int) -> None:
     weights = load(SMALL)
     weights = replace(weights, config=replace(weights.config, window=window))
     assert agree(weights, requests(weights, [10, 30], 25))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_a_prompt_does_not_wait_for_the_compiler(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = load("random:n_layer=2,n_head=2,n_embd=64,n_positions=64,vocab_size=70000", dtype=dtype)
+    asked = requests(weights, [9, 1, 30], 12)
+    expected = run(CpuExecutor(weights, CPU, dtype), asked)
+    monkeypatch.setattr(library.Build, "is_ready", False)
+    executor = CpuExecutor(weights, CPU, dtype)
+    state = executor.allocate(3, 60)
+    state.begin(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(library.Build, "function", lambda _: pytest.fail("it waited"))
+        executor.prefill(state)
+    executor.decode(state, 11)
+    assert [state.tokens[i, :n].tolist() for i, n in enumerate(state.length.tolist())] == expected
 
 
 def test_end_of_text_and_limits() -> None:

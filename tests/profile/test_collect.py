@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_warning_of_some_versions_is_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Warns(recording.profile):  # type: ignore[misc]
+    class Warns(torch.profiler.profile):
         def start(self) -> None:
             warnings.warn("Warning: Profiler clears events at the end of each cycle.", UserWarning, stacklevel=2)
             super().start()

@@ -94,9 +94,13 @@ class CpuExecutor(Executor):
         _program(config, dtype)
 
     def _prefill(self, state: State) -> None:
-        """All but the last token of each prompt together, the last as a step."""
-        self._prompts.run(state)
-        self._decode(state, 1)
+        """All but the last token of each prompt together, the last as a step. Who comes before the compiler has ended
+        need not wait for it to see a first token."""
+        if self._program.is_ready:
+            self._prompts.run(state)
+            self._decode(state, 1)
+        else:
+            advance(state, self._prompts.logits(state))
 
     def _decode(self, state: State, n: int) -> None:
         """In one call, unless the logarithms of probabilities are asked for."""

@@ -1,7 +1,8 @@
-"""Keys and values of prompts on a CPU, through the BLAS that torch brings.
+"""Prompts on a CPU, through the BLAS that torch brings.
 
 Products are float32 whatever the weights are stored as: a matrix that is not is converted into the same room as all
-others, one at a time. Only keys and values are wanted; the last token of a prompt is left to the decode step.
+others, some rows at a time. Usually only keys and values are wanted, and the last token of a prompt is left to the
+decode step; as long as that is not compiled, the logits behind a prompt come from here as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from warpline.model.gpt2 import activate, visible
 from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
+#: Elements of a matrix that are converted at once.
+_ROOM = 1 << 22
+
 
 class CpuPrompts:
     """Fills a state's cache."""
@@ -27,10 +31,21 @@ class CpuPrompts:
     @torch.inference_mode()
     def run(self, state: State) -> None:
         """All tokens but the last of every prompt; what a shorter one has behind its end is overwritten later."""
+        if state.longest > 1:
+            self._layers(state, state.longest - 1, whole=False)
+
+    @torch.inference_mode()
+    def logits(self, state: State) -> Tensor:
+        """All tokens, and what follows the last of every prompt."""
+        x = self._layers(state, state.longest, whole=True)
+        last = x[torch.arange(state.batch), state.length[: state.batch] - 1]
+        return self._product(
+            "lm_head" if "lm_head.weight" in self._weights.tensors else "wte", self._normal("ln_f", last)
+        )
+
+    def _layers(self, state: State, length: int, *, whole: bool) -> Tensor:
+        """Keys and values of `length` tokens; what the last layer makes of them only if the `whole` is wanted."""
         config, t = self._weights.config, self._weights.tensors
-        length = state.longest - 1
-        if length == 0:
-            return
         batch, heads = state.batch, config.n_head
         ids = state.tokens[:batch, :length]
         x = t["wte.weight"][ids].float()
@@ -46,14 +61,15 @@ class CpuPrompts:
             q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
             state.cache.k[layer, :batch, :, :length].copy_(k)
             state.cache.v[layer, :batch, :, :length].copy_(v)
-            if layer + 1 == config.n_layer:
-                break  # nobody asks for more
+            if layer + 1 == config.n_layer and not whole:
+                break
             y = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=config.attention_scale(layer)
             )
             x = x + self._product(f"{h}.attn.c_proj", y.transpose(1, 2).flatten(-2))
             hidden = activate(self._product(f"{h}.mlp.c_fc", self._normal(f"{h}.ln_2", x)), activation)
             x = x + self._product(f"{h}.mlp.c_proj", hidden)
+        return x
 
     def _normal(self, name: str, x: Tensor) -> Tensor:
         t = self._weights.tensors
@@ -62,12 +78,18 @@ class CpuPrompts:
 
     def _product(self, name: str, x: Tensor) -> Tensor:
         t = self._weights.tensors
-        stored, bias = t[f"{name}.weight"], t[f"{name}.bias"].float()
+        stored, bias = t[f"{name}.weight"], t.get(f"{name}.bias")
+        bias = None if bias is None else bias.float()
         if stored.dtype == torch.float32:
             return F.linear(x, stored, bias)
-        if self._room is None or self._room.numel() < stored.numel():
-            self._room = torch.empty(stored.numel())
-        matrix = self._room[: stored.numel()].view(stored.shape).copy_(stored)
-        if (scale := t.get(f"{name}.weight{SCALE}")) is None:
-            return F.linear(x, matrix, bias)
-        return F.linear(x, matrix).mul_(scale).add_(bias)
+        outputs, inputs = stored.shape
+        rows = max(1, _ROOM // inputs)
+        if self._room is None:
+            self._room = torch.empty(_ROOM)
+        y = x.new_empty(*x.shape[:-1], outputs)
+        for first in range(0, outputs, rows):
+            some = stored[first : first + rows]
+            y[..., first : first + rows] = F.linear(x, self._room[: some.numel()].view(some.shape).copy_(some))
+        if (scale := t.get(f"{name}.weight{SCALE}")) is not None:
+            y *= scale
+        return y if bias is None else y.add_(bias)

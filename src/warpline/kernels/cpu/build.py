@@ -1,5 +1,5 @@
-"""Compiles a program for this CPU: `python -m warpline.kernels.cpu.build fp32 fp32 gelu_tanh` writes an object file to
-standard output.
+"""Compiles a program for this CPU: `python -m warpline.kernels.cpu.build FILE fp32 fp32 gelu_tanh` keeps it in a file
+and writes it to standard output.
 
 A process of its own, beside the one that wants it: numba's front end takes seconds and Python's lock, and here it can
 be told not to optimise the parts, which is done once for the whole, without changing what it does for others.
@@ -7,8 +7,10 @@ be told not to optimise the parts, which is done once for the whole, without cha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from pathlib import Path
 
 os.environ |= {"NUMBA_OPT": "0", "NUMBA_LOOP_VECTORIZE": "0"}
 
@@ -17,6 +19,7 @@ import numpy as np
 from numba import cfunc, types
 from numba.core import event
 
+from warpline.kernels.cpu import machine
 from warpline.kernels.cpu.decode import program
 from warpline.kernels.cpu.machine import ENTRY, target
 
@@ -31,7 +34,8 @@ class _Ticks(event.Listener):  # type: ignore[misc]
         pass
 
     def on_end(self, event: object) -> None:
-        os.write(2, b".")
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more; the next one will be glad
+            os.write(2, b".")
 
 
 def lowered(stored: str, cached: str, activation: str) -> str:
@@ -44,18 +48,21 @@ def lowered(stored: str, cached: str, activation: str) -> str:
 
 def optimised(source: str) -> bytes:
     """Machine code. Nothing but the entry is seen from outside, so everything else may be changed or left out."""
-    module, machine = llvm.parse_assembly(source), target()
+    module, cpu = llvm.parse_assembly(source), target()
     for function in module.functions:
         if not function.is_declaration and function.name != ENTRY:
             function.linkage = "internal"
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = options.loop_interleaving = options.loop_unrolling = options.slp_vectorization = True
-    passes = llvm.create_pass_builder(machine, options)
+    passes = llvm.create_pass_builder(cpu, options)
     passes.getModulePassManager().run(module, passes)
-    return bytes(machine.emit_object(module))
+    return bytes(cpu.emit_object(module))
 
 
 if __name__ == "__main__":
-    code = optimised(lowered(*sys.argv[1:]))
+    code = optimised(lowered(*sys.argv[2:]))
+    with contextlib.suppress(OSError):  # who asked for it sees that it is not there, and says so
+        machine.keep(Path(sys.argv[1]), code)
     os.close(2)  # so that who reads both knows when to turn to the other
-    sys.stdout.buffer.write(code)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, code)

@@ -7,7 +7,6 @@ another CPU, is never found; a damaged one is seen by its checksum.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import os
 import subprocess
@@ -23,8 +22,6 @@ from warpline.progress import progress
 
 logger = logging.getLogger(__name__)
 
-_CHECK = 16  # bytes of checksum before the code
-
 
 @functools.cache
 def build(stored: str, cached: str, activation: str) -> Build:
@@ -39,14 +36,14 @@ class Build:
     def __init__(self, *names: str):
         self._path = cache_dir() / "cpu" / f"{'-'.join(names)}-{machine.key()}.o"
         self._compiler: subprocess.Popen[bytes] | None = None
-        if (code := _kept(self._path)) is not None:
+        if (code := machine.kept(self._path)) is not None:
             self._function = machine.loaded(code)
             return
         root = str(Path(warpline.__file__).parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._compiler = subprocess.Popen(
-                [sys.executable, "-m", "warpline.kernels.cpu.build", *names],
+                [sys.executable, "-m", "warpline.kernels.cpu.build", str(self._path), *names],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -57,12 +54,24 @@ class Build:
                 f"cannot start {sys.executable!r} to compile for this CPU ({error.strerror}): use --executor torch"
             ) from error
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether nobody would wait."""
+        return self._compiler is None or self._compiler.poll() is not None
+
     def function(self) -> Callable[[int, int], None]:
         """Takes a thread's number and the address of `words`; waited for if it must be."""
         if self._compiler is not None:
+            if self._compiler.returncode:  # waited for before, in vain
+                raise KernelError("compiling for this CPU failed: use --executor torch")
             code = self._wait(self._compiler)
-            _keep(self._path, code)
             self._function, self._compiler = machine.loaded(code), None
+            if machine.kept(self._path) is None:
+                logger.warning(
+                    "compiled code cannot be kept in %s, so every start compiles again: set WARPLINE_CACHE_DIR to a "
+                    "folder that can be written to",
+                    self._path.parent,
+                )
         return self._function
 
     def _wait(self, compiler: subprocess.Popen[bytes]) -> bytes:
@@ -78,33 +87,3 @@ class Build:
                 reason = said.decode(errors="replace").strip(".\n").splitlines()[-1:] or ["no reason given"]
                 raise KernelError(f"compiling for this CPU failed ({reason[0]}): use --executor torch")
             return code
-
-
-def _kept(path: Path) -> bytes | None:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("cannot read %s (%s): compiling again", path, error.strerror)
-        return None
-    check, code = content[:_CHECK], content[_CHECK:]
-    if hashlib.blake2b(code, digest_size=_CHECK).digest() != check:
-        logger.warning("%s is damaged: compiling again", path)
-        return None
-    return code
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Written beside its place and renamed; who compiles at the same time writes the same."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(hashlib.blake2b(code, digest_size=_CHECK).digest() + code)
-        partial.replace(path)
-    except OSError as error:
-        logger.warning(
-            "cannot keep compiled code in %s (%s), so every start compiles again: set WARPLINE_CACHE_DIR to a folder "
-            "that can be written to",
-            path.parent, error.strerror,
-        )  # fmt: skip

@@ -1,10 +1,12 @@
-"""The CPU that code is made for: how it is compiled, told apart from others, and loaded."""
+"""The CPU that code is made for: how it is told apart from others, and its code kept and loaded."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
+import logging
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,9 @@ import llvmlite.binding as llvm
 ENTRY = "warpline_decode"
 #: Functions that are compiled for a program, roughly.
 PARTS = 35
+_CHECK = 16  # bytes of checksum before the code
+
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -38,6 +43,30 @@ def key() -> str:
     facts = [*_host(), version("numba"), version("llvmlite")]
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.blake2b(b"\0".join([*sources, *(fact.encode() for fact in facts)]), digest_size=8).hexdigest()
+
+
+def kept(path: Path) -> bytes | None:
+    """The code in a file, if it is there and whole."""
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("cannot read %s (%s): compiling again", path, error.strerror)
+        return None
+    check, code = content[:_CHECK], content[_CHECK:]
+    if hashlib.blake2b(code, digest_size=_CHECK).digest() != check:
+        logger.warning("%s is damaged: compiling again", path)
+        return None
+    return code
+
+
+def keep(path: Path, code: bytes) -> None:
+    """Written beside its place and renamed; who compiles at the same time writes the same."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_bytes(hashlib.blake2b(code, digest_size=_CHECK).digest() + code)
+    partial.replace(path)
 
 
 def loaded(code: bytes) -> Callable[[int, int], None]:
