@@ -26,6 +26,8 @@ from warpline.model.weights import Weights
 
 #: Pieces into which each thread's share of a product is cut: more are fairer, fewer are cheaper.
 PIECES = 6
+#: Tokens of prompts up to which a matrix that would have to be converted is rather multiplied as it is.
+FEW = 32
 
 
 class Team:
@@ -94,13 +96,17 @@ class CpuExecutor(Executor):
         _program(config, dtype)
 
     def _prefill(self, state: State) -> None:
-        """All but the last token of each prompt together, the last as a step. Who comes before the compiler has ended
-        need not wait for it to see a first token."""
-        if self._program.is_ready:
-            self._prompts.run(state)
-            self._decode(state, 1)
-        else:
+        """All but the last token of each prompt together, and the last as a step; or all together, where the head alone
+        is less than a step because nothing is converted, or where the step is still being compiled."""
+        if not self._program.is_ready or (self.dtype == "fp32" and state.longest > 1):
             advance(state, self._prompts.logits(state))
+            return
+        before = int(state.length[: state.batch].sum()) - state.batch
+        if 0 < before <= FEW:
+            self._call(state, 1, rows=before, chooses=False)
+        else:
+            self._prompts.run(state)
+        self._decode(state, 1)
 
     def _decode(self, state: State, n: int) -> None:
         """In one call, unless the logarithms of probabilities are asked for."""
@@ -120,48 +126,50 @@ class CpuExecutor(Executor):
         state.longest = min(state.longest + 1, state.capacity)
         return {"logits": logits}
 
-    def _call(self, state: State, n: int, *, chooses: bool) -> Tensor:
-        if (key := (self, state.batch)) not in state.kept:
-            state.kept[key] = self._bound(state)
+    def _call(self, state: State, n: int, *, chooses: bool, rows: int = 0) -> Tensor:
+        """`n` steps, or the first `rows` tokens of the prompts, which want nothing but keys and values."""
+        if (key := (self, state.batch, rows)) not in state.kept:
+            state.kept[key] = self._bound(state, rows)
         call: _Call = state.kept[key]
+        if rows:
+            given = [(b, p) for b, length in enumerate(state.length[: state.batch].tolist()) for p in range(length - 1)]
+            call.rows.copy_(torch.tensor(given).T)
         with self._alone:  # a team meets for one thing at a time
             address = call.begin(n, int((~state.done[: state.batch]).sum()), chooses)
             function = self._program.function()
             self._team.run(lambda me: function(me, address))
         return call.logits
 
-    def _bound(self, state: State) -> _Call:
+    def _bound(self, state: State, given: int) -> _Call:
         """The words of a call for the batch as it is."""
-        config, batch = self.config, state.batch
-        width, inner, vocab = config.n_embd, config.inner, config.vocab_size
-        x, qkv, heads, hidden, logits, noisy = (
-            torch.zeros(batch, columns) for columns in (width, 3 * width, width, inner, vocab, vocab)
-        )
-        largest = max(width, inner, state.capacity)
-        private = torch.zeros(self.threads, batch * width + largest)
-        marks, settings = torch.zeros(batch, vocab, dtype=torch.uint8), torch.from_numpy(self._settings)
+        config, batch, rows = self.config, state.batch, given or state.batch
+        width, inner, vocab, ends = config.n_embd, config.inner, config.vocab_size, 0 if given else batch
+        x, qkv, heads, hidden = (torch.zeros(rows, columns) for columns in (width, 3 * width, width, inner))
+        logits, noisy = torch.zeros(ends, vocab), torch.zeros(ends, vocab)
+        private = torch.zeros(self.threads, rows * width + max(width, inner, state.capacity))
+        marks, settings = torch.zeros(ends, vocab, dtype=torch.uint8), torch.from_numpy(self._settings)
+        places = torch.stack([torch.arange(rows), torch.zeros(rows, dtype=torch.int64)])
         stages = []
         for i in range(config.n_layer):
-            keys, values = state.cache.k[i], state.cache.v[i]
+            cache = {"matrix": state.cache.k[i], "scales": state.cache.v[i], "pieces": rows * config.n_head}
+            cache |= {"bias": 1 + i, "source": qkv, "target": heads}
             stages += [
                 self._product(f"h.{i}.attn.c_attn", Form.STORED, x, qkv, norm=f"h.{i}.ln_1"),
-                _stage(
-                    form=Form.ATTENTION,
-                    pieces=batch * config.n_head,
-                    matrix=keys,
-                    scales=values,
-                    bias=1 + i,
-                    source=qkv,
-                    target=heads,
-                ),
+                *([_stage(form=Form.KEYS, **cache)] if given else []),
+                _stage(form=Form.ATTENTION, **cache),
                 self._product(f"h.{i}.attn.c_proj", Form.ADDED, heads, x),
                 self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, x, hidden, norm=f"h.{i}.ln_2"),
                 self._product(f"h.{i}.mlp.c_proj", Form.ADDED, hidden, x),
             ]
-        head = "lm_head" if "lm_head.weight" in self._tensors else "wte"
-        stages.append(self._product(head, Form.STORED, x, logits, norm="ln_f"))
+        if given:
+            del stages[-4:]  # of the last layer nothing but keys and values
+        else:
+            head = "lm_head" if "lm_head.weight" in self._tensors else "wte"
+            stages.append(self._product(head, Form.STORED, x, logits, norm="ln_f"))
         told: dict[Word, Any] = {
             Word.BATCH: batch,
+            Word.ROWS: rows,
+            Word.GIVEN: given > 0,
             Word.WIDTH: width,
             Word.HEADS: config.n_head,
             Word.VOCAB: vocab,
@@ -174,6 +182,8 @@ class CpuExecutor(Executor):
             Word.EMBEDDING_SCALES: self._tensors.get("wte.weight" + SCALE, 0),
             Word.PLACES: self._tensors["wpe.weight"],
             Word.SETTINGS: settings,
+            Word.SEQUENCES: places[0],
+            Word.POSITIONS: places[1],
             Word.X: x,
             Word.LOGITS: logits,
             Word.NOISY: noisy,
@@ -181,7 +191,7 @@ class CpuExecutor(Executor):
             Word.PRIVATE: private,
             **{name: getattr(state, name.name.lower()) for name in Word if Word.TOKENS <= name <= Word.BROKEN},
         }
-        return _Call(told, stages, logits, [*told.values(), qkv, heads, hidden])
+        return _Call(told, stages, logits, places, [*told.values(), qkv, heads, hidden])
 
     def _product(self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None) -> list[int]:
         t = self._tensors
@@ -209,8 +219,8 @@ def _program(config: ModelConfig, dtype: str) -> library.Build:
 class _Call:
     """What a team is told, in memory that stays where it is."""
 
-    def __init__(self, told: dict[Word, Any], stages: list[list[int]], logits: Tensor, kept: list[Any]):
-        self.logits, self._kept = logits, kept
+    def __init__(self, told: dict[Word, Any], stages: list[list[int]], logits: Tensor, rows: Tensor, kept: list[Any]):
+        self.logits, self.rows, self._kept = logits, rows, kept  # rows: sequence and position of each
         self._shared = torch.zeros(len(SHARED), 16, dtype=torch.int64)  # a word in every other line of the cache
         told |= dict(zip(SHARED, self._shared, strict=True))
         self._words = np.array([_word(told.get(name, 0)) for name in Word] + [word for s in stages for word in s])

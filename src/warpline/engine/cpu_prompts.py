@@ -32,19 +32,18 @@ class CpuPrompts:
     def run(self, state: State) -> None:
         """All tokens but the last of every prompt; what a shorter one has behind its end is overwritten later."""
         if state.longest > 1:
-            self._layers(state, state.longest - 1, whole=False)
+            self._layers(state, state.longest - 1, None)
 
     @torch.inference_mode()
     def logits(self, state: State) -> Tensor:
         """All tokens, and what follows the last of every prompt."""
-        x = self._layers(state, state.longest, whole=True)
-        last = x[torch.arange(state.batch), state.length[: state.batch] - 1]
-        return self._product(
-            "lm_head" if "lm_head.weight" in self._weights.tensors else "wte", self._normal("ln_f", last)
-        )
+        x = self._layers(state, state.longest, state.length[: state.batch] - 1)
+        head = "lm_head" if "lm_head.weight" in self._weights.tensors else "wte"
+        return self._product(head, self._normal("ln_f", x[:, 0]))
 
-    def _layers(self, state: State, length: int, *, whole: bool) -> Tensor:
-        """Keys and values of `length` tokens; what the last layer makes of them only if the `whole` is wanted."""
+    def _layers(self, state: State, length: int, last: Tensor | None) -> Tensor:
+        """Keys and values of `length` tokens, and what the last layer makes of the positions `last` [B], if any are
+        wanted."""
         config, t = self._weights.config, self._weights.tensors
         batch, heads = state.batch, config.n_head
         ids = state.tokens[:batch, :length]
@@ -61,8 +60,12 @@ class CpuPrompts:
             q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
             state.cache.k[layer, :batch, :, :length].copy_(k)
             state.cache.v[layer, :batch, :, :length].copy_(v)
-            if layer + 1 == config.n_layer and not whole:
-                break
+            if layer + 1 == config.n_layer:
+                if last is None:
+                    break
+                rows = torch.arange(batch)
+                x, q = x[rows, last][:, None], q[rows, :, last][:, :, None]
+                mask = visible(last[:, None], length, config.window)
             y = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=config.attention_scale(layer)
             )

@@ -107,22 +107,41 @@ def _tanh(x: Number) -> Number:
 ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "silu": _silu, "tanh": _tanh}
 
 
+@njit(**INNER)
+def _put(y: np.ndarray, row: int, output: int, value: Number, adds: bool) -> None:
+    y[row, output] = y[row, output] + value if adds else value
+
+
 @njit(**INNER, fastmath=True)
 def multiply(
     matrix: np.ndarray, scales: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray, first: int, last: int,
     adds: bool, row: np.ndarray,
 ) -> None:  # fmt: skip
     """Outputs `first` to `last` of a product for every row of x: x matrix^T * scale + bias, where there are scales and
-    biases; stored in y or added to it. For several rows of x a row of the matrix is converted once, into `row`."""
+    biases; stored in y or added to it. For several rows of x a row of the matrix is converted once, into `row`, and
+    every element of it serves four of them at once."""
     rows, inputs = x.shape
+    fours = rows - rows % 4
     for output in range(first, last):
         here = matrix[output * inputs : output * inputs + inputs]
         scale = scales[output] if len(scales) > 0 else _ONE
         base = bias[output] if len(bias) > 0 else np.float32(0)
-        if rows > 1:
+        if rows == 1:
+            _put(y, 0, output, dot(here, x[0], inputs) * scale + base, adds)
+            continue
+        for i in range(inputs):
+            row[i] = load(here[i])
+        for r in range(0, fours, 4):
+            x0, x1, x2, x3 = x[r], x[r + 1], x[r + 2], x[r + 3]
+            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for i in range(inputs):
-                row[i] = load(here[i])
-        for r in range(rows):
-            total = dot(here, x[r], inputs) if rows == 1 else dot(row, x[r], inputs)
-            value = total * scale + base
-            y[r, output] = y[r, output] + value if adds else value
+                s0 += row[i] * x0[i]
+                s1 += row[i] * x1[i]
+                s2 += row[i] * x2[i]
+                s3 += row[i] * x3[i]
+            _put(y, r, output, s0 * scale + base, adds)
+            _put(y, r + 1, output, s1 * scale + base, adds)
+            _put(y, r + 2, output, s2 * scale + base, adds)
+            _put(y, r + 3, output, s3 * scale + base, adds)
+        for r in range(fours, rows):
+            _put(y, r, output, dot(row, x[r], inputs) * scale + base, adds)

@@ -140,16 +140,19 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
     activated, cell = ACTIVATIONS[activation], np.dtype(cached).itemsize
 
     @njit(**INNER)
-    def embed(at: np.ndarray, b: int) -> None:
-        width, vocab = at[Word.WIDTH], at[Word.VOCAB]
-        position = whole(at[Word.LENGTH], b) - 1
+    def embed(at: np.ndarray, row: int) -> None:
+        width, vocab, b = at[Word.WIDTH], at[Word.VOCAB], whole(at[Word.SEQUENCES], row)
+        positions = array(at[Word.POSITIONS], _WHOLE, at[Word.ROWS])
+        if at[Word.GIVEN] == 0:
+            positions[row] = whole(at[Word.LENGTH], b) - 1
+        position = positions[row]
         token = matrix(at[Word.TOKENS], _WHOLE, at[Word.BATCH], at[Word.CAPACITY])[b, position]
         scale = np.float32(1)
         if at[Word.EMBEDDING_SCALES] != 0:
             scale = number(at[Word.EMBEDDING_SCALES], token)
         here = array(at[Word.EMBEDDING], stored, vocab * width)[token * width : token * width + width]
         place = array(at[Word.PLACES], _SINGLE, (position + 1) * width)[position * width : position * width + width]
-        x = matrix(at[Word.X], _SINGLE, at[Word.BATCH], width)[b]
+        x = matrix(at[Word.X], _SINGLE, at[Word.ROWS], width)[row]
         for i in range(width):
             x[i] = load(here[i]) * scale + place[i]
 
@@ -160,55 +163,56 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
         weights = array(stage[Stage.MATRIX], stored, outputs * stage[Stage.INPUTS])
         scales = array(stage[Stage.SCALES], _SINGLE, outputs if stage[Stage.SCALES] != 0 else 0)
         bias = array(stage[Stage.BIAS], _SINGLE, outputs if stage[Stage.BIAS] != 0 else 0)
-        y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.BATCH], outputs)
+        y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.ROWS], outputs)
         multiply(weights, scales, bias, x, y, first, last, form == Form.ADDED, row)
         if form == Form.ACTIVATED:
-            for b in range(len(y)):
-                here = y[b]
+            for r in range(len(y)):
+                here = y[r]
                 for i in range(first, last):
                     here[i] = activated(here[i])
 
     @njit(**INNER)
     def attention(at: np.ndarray, stage: np.ndarray, piece: int, scores: np.ndarray) -> None:
+        """One head of one row, or its keys and values."""
         heads, width, capacity = at[Word.HEADS], at[Word.WIDTH], at[Word.CAPACITY]
         depth = width // heads
-        b, head = piece // heads, piece % heads
-        position = whole(at[Word.LENGTH], b) - 1
+        r, head = piece // heads, piece % heads
+        b, position = whole(at[Word.SEQUENCES], r), whole(at[Word.POSITIONS], r)
         begin = (b * heads + head) * capacity * depth * cell
         keys = matrix(stage[Stage.MATRIX] + begin, cached, capacity, depth)
         values = matrix(stage[Stage.SCALES] + begin, cached, capacity, depth)
-        qkv = matrix(stage[Stage.SOURCE], _SINGLE, at[Word.BATCH], 3 * width)[b]
+        qkv = matrix(stage[Stage.SOURCE], _SINGLE, at[Word.ROWS], 3 * width)[r]
         column = head * depth
-        for d in range(depth):
-            store(keys[position], d, qkv[width + column + d])
-            store(values[position], d, qkv[2 * width + column + d])
-        window = at[Word.WINDOW]
-        first = max(0, position + 1 - window) if window > 0 else 0
-        y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.BATCH], width)[b]
-        scale = number(at[Word.SETTINGS], stage[Stage.BIAS])
-        attend(
-            qkv[column : column + depth], keys, values, first, position + 1, scale, scores, y[column : column + depth]
-        )
+        if stage[Stage.FORM] == Form.KEYS or at[Word.GIVEN] == 0:
+            for d in range(depth):
+                store(keys[position], d, qkv[width + column + d])
+                store(values[position], d, qkv[2 * width + column + d])
+        if stage[Stage.FORM] == Form.ATTENTION:
+            window = at[Word.WINDOW]
+            first = max(0, position + 1 - window) if window > 0 else 0
+            y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.ROWS], width)[r][column : column + depth]
+            scale = number(at[Word.SETTINGS], stage[Stage.BIAS])
+            attend(qkv[column : column + depth], keys, values, first, position + 1, scale, scores, y)
 
     @njit(**INNER)
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
         """The pieces of a stage that nobody else takes."""
-        batch, width = at[Word.BATCH], at[Word.WIDTH]
-        row = array(private + 4 * batch * width, _SINGLE, at[Word.PRIVATE_SIZE] - batch * width)
-        normal = matrix(private, _SINGLE, batch, width)
-        x = matrix(stage[Stage.SOURCE], _SINGLE, batch, stage[Stage.INPUTS])
+        rows, width = at[Word.ROWS], at[Word.WIDTH]
+        row = array(private + 4 * rows * width, _SINGLE, at[Word.PRIVATE_SIZE] - rows * width)
+        normal = matrix(private, _SINGLE, rows, width)
+        x = matrix(stage[Stage.SOURCE], _SINGLE, rows, stage[Stage.INPUTS])
         normalised = stage[Stage.NORM] == 0
         piece = taken(at, end)
         while piece >= 0:
-            if stage[Stage.FORM] == Form.ATTENTION:
+            if stage[Stage.FORM] >= Form.KEYS:
                 attention(at, stage, piece - base, row)
             else:
                 if not normalised:
                     weight = array(stage[Stage.NORM], _SINGLE, width)
                     bias = array(stage[Stage.NORM_BIAS], _SINGLE, width)
                     epsilon = number(at[Word.SETTINGS], 0)
-                    for b in range(batch):
-                        normalise(x[b], weight, bias, epsilon, normal[b])
+                    for r in range(rows):
+                        normalise(x[r], weight, bias, epsilon, normal[r])
                     x, normalised = normal, True
                 product(at, stage, piece - base, x, row)
             finished(at, end)
@@ -218,19 +222,19 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
     def decode(me: int, words: int) -> None:
         """Up to `steps` steps of the rows that are not done. Every thread of the team calls it with its own number."""
         at = array(words, _WHOLE, _WORDS)
-        batch, private = at[Word.BATCH], at[Word.PRIVATE] + 4 * me * at[Word.PRIVATE_SIZE]
+        batch, rows, private = at[Word.BATCH], at[Word.ROWS], at[Word.PRIVATE] + 4 * me * at[Word.PRIVATE_SIZE]
         stages = matrix(words + 8 * _WORDS, _WHOLE, at[Word.STAGES], _STAGE)
         base = 0  # pieces before the stage
         for step in range(at[Word.STEPS]):
             if seen(at[Word.STOP]) <= step:
                 break
-            piece = taken(at, base + batch)
+            piece = taken(at, base + rows)
             while piece >= 0:
                 embed(at, piece - base)
-                finished(at, base + batch)
-                piece = taken(at, base + batch)
-            wait(at, base + batch)
-            base += batch
+                finished(at, base + rows)
+                piece = taken(at, base + rows)
+            wait(at, base + rows)
+            base += rows
             for number in range(at[Word.STAGES]):
                 stage = stages[number]
                 staged(at, stage, base, base + stage[Stage.PIECES], private)

@@ -17,6 +17,8 @@ class Word(_Places):
     STEPS = auto()
     CHOOSES = auto()  # whether a step ends with a token, or with logits alone
     BATCH = auto()
+    ROWS = auto()  # tokens at once: of every sequence the newest, or those that are GIVEN
+    GIVEN = auto()
     WIDTH = auto()
     HEADS = auto()
     VOCAB = auto()
@@ -30,6 +32,9 @@ class Word(_Places):
     EMBEDDING_SCALES = auto()  # or 0
     PLACES = auto()
     SETTINGS = auto()  # LayerNorm's epsilon, then the scale of each layer's attention
+    # of rows
+    SEQUENCES = auto()
+    POSITIONS = auto()
     # of memory between stages
     X = auto()
     LOGITS = auto()
@@ -80,9 +85,11 @@ class Stage(_Places):
 
 
 class Form(_Places):
-    """What becomes of a product, or that a stage is attention."""
+    """What becomes of a product, or that a stage stores keys and values, or is attention, which first stores those of
+    newest tokens."""
 
     STORED = auto()
     ADDED = auto()
     ACTIVATED = auto()
+    KEYS = auto()
     ATTENTION = auto()
