@@ -243,6 +243,19 @@ def free_bytes(device: str) -> int | None:
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
+def peak_process_bytes() -> int:
+    """The most memory that this process has taken. Linux's own count: what getrusage says is not less than what the
+    parent had when it started this process."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return 1024 * int(lines["VmHWM"].split()[0])
+    import resource
+
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def clocks(device: str) -> dict[str, int] | None:
     """Clocks of a GPU in MHz at this moment, of its SMs and its memory; None where nvidia-smi is not there to ask."""
     if device == "cpu" or shutil.which("nvidia-smi") is None:

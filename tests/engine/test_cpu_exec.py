@@ -257,8 +257,8 @@ def test_int8_models_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
 def test_what_int8_takes_of_memory() -> None:
     """In a process of its own: weights, cache and 300 MB more than torch itself, and nothing of the float32 weights."""
     words = (
-        "import resource, torch; from warpline import LLM, SamplingParams;"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024;"
+        "import torch; from warpline import LLM, SamplingParams;"
+        "from warpline.hardware import peak_process_bytes as peak;"
         "torch.zeros(1); before = peak(); llm = LLM('random:gpt2', device='cpu', dtype='int8');"
         "llm.generate('Hello there', SamplingParams(temperature=0, max_tokens=20));"
         "now = 1024 * int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1]);"

@@ -25,6 +25,8 @@ SCALE = ".scale"
 #: The file that holds such weights: not one that anybody else would read as plain ones.
 FILE = "model.int8.safetensors"
 _LARGEST = 127
+#: Rows that are in memory as float32 at once.
+_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,14 @@ def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor |
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The codes (int8) and the scale of each row (float32); the largest of a row is exact."""
-    values = torch.empty(matrix.shape).copy_(matrix)  # row by row, however the file has it
-    scale = values.abs().amax(dim=1) / _LARGEST
-    codes = (values / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    return codes.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scale
+    codes, scale = torch.empty(matrix.shape, dtype=torch.int8), torch.empty(len(matrix))
+    for first in range(0, len(matrix), _ROWS):
+        some = slice(first, first + _ROWS)
+        values = torch.empty(matrix[some].shape).copy_(matrix[some])  # row by row, however the file has it
+        scale[some] = values.abs().amax(dim=1) / _LARGEST
+        values /= scale[some].clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        codes[some] = values.round_().clamp_(-_LARGEST, _LARGEST)
+    return codes, scale
 
 
 def place(tensors: dict[str, Tensor], name: str, value: Tensor | Packed) -> None:

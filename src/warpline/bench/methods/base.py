@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import resource
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from warpline import hardware
 from warpline.bench.workloads import Case
 from warpline.model.weights import Weights
 
@@ -95,7 +95,7 @@ class Method(ABC):
         """The most memory it has taken: on a GPU what was allocated, else of the whole process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return hardware.peak_process_bytes()
 
     def close(self) -> None:
         """Let go of what it holds."""
