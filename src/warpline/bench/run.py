@@ -105,7 +105,7 @@ class Bench:
             bytes_read = cost.weight_bytes(read_config(case.model), case.dtype)
             megabytes = min(max(16, bytes_read // 1_000_000), MOST_MEGABYTES)
             if self.settings.device == "cpu":
-                read = hardware.measure_bandwidth("cpu", megabytes)
+                read = hardware.measure_bandwidth("cpu", megabytes, repeats=20)  # neighbours come and go
                 rate = product_rate(torch.float32, 2048, "cpu")
             else:
                 read = max(read_bandwidth(size) for size in {megabytes, MOST_MEGABYTES})

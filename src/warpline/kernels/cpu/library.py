@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,13 @@ from warpline.kernels.cpu import machine
 from warpline.progress import progress
 
 logger = logging.getLogger(__name__)
+
+#: `python -m warpline.kernels.cpu.build`, of this very package, wherever it lies.
+_START = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("warpline.kernels.cpu.build", run_name="__main__", alter_sys=True)
+"""
 
 
 @functools.cache
@@ -39,12 +45,9 @@ class Build:
         if (code := machine.kept(self._path)) is not None:
             self._function = machine.loaded(code)
             return
-        root = str(Path(warpline.__file__).parent.parent)
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             self._compiler = subprocess.Popen(
-                [sys.executable, "-m", "warpline.kernels.cpu.build", str(self._path), *names],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                [sys.executable, "-c", _START, str(Path(warpline.__file__).parent.parent), str(self._path), *names],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
