@@ -128,9 +128,10 @@ class CpuExecutor(Executor):
 
     def _call(self, state: State, n: int, *, chooses: bool, rows: int = 0) -> Tensor:
         """`n` steps, or the first `rows` tokens of the prompts, which want nothing but keys and values."""
-        if (key := (self, state.batch, rows)) not in state.kept:
-            state.kept[key] = self._bound(state, rows)
-        call: _Call = state.kept[key]
+        key, shape = (self, rows > 0), (state.batch, rows)
+        if key not in state.kept or state.kept[key][0] != shape:  # the last shape alone: logits of many are large
+            state.kept[key] = shape, self._bound(state, rows)
+        call: _Call = state.kept[key][1]
         if rows:
             given = [(b, p) for b, length in enumerate(state.length[: state.batch].tolist()) for p in range(length - 1)]
             call.rows.copy_(torch.tensor(given).T)
