@@ -27,7 +27,7 @@ from warpline import LLM, hardware
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
 from warpline.engine.cpu_exec import CpuExecutor, Team
-from warpline.engine.executor import Executor, create
+from warpline.engine.executor import Executor, choose, create
 from warpline.engine.state import Request
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.kernels.cpu import library
@@ -196,6 +196,8 @@ def test_a_team_hands_errors_over_and_goes_on() -> None:
 def test_other_executors_refuse_int8() -> None:
     with pytest.raises(ConfigError, match="the torch executor has no int8: use one of fp32, fp16, bf16"):
         create("torch", load(SMALL, dtype="int8"), CPU, "int8")
+    with pytest.raises(ConfigError, match="int8 weights run on a CPU so far: use --device cpu"):
+        choose("auto", torch.device("cuda:0"), load(SMALL).config, "int8")
 
 
 def test_a_team_larger_than_the_machine_ends_and_agrees() -> None:

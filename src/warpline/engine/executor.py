@@ -96,6 +96,8 @@ class Executor(ABC):
 def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
     """Resolve "auto" where nothing is left to choose: a CPU has an executor of its own, and on some GPUs only torch
     runs."""
+    if dtype == "int8" and device.type == "cuda":
+        raise ConfigError("int8 weights run on a CPU so far: use --device cpu, or --dtype fp16 on the GPU")
     if name != "auto":
         return name
     if device.type != "cuda":
