@@ -42,18 +42,18 @@ _WORDS, _STAGE = len(Word), len(Stage)
 def taken(at: np.ndarray, end: int) -> int:
     """The number of a piece below `end` that nobody else has, or -1."""
     while True:
-        piece = seen(at[Word.NEXT])
+        piece = seen(at[Word.NEXT.value])
         if piece >= end:
             return -1
-        if exchanged(at[Word.NEXT], piece, piece + 1):
+        if exchanged(at[Word.NEXT.value], piece, piece + 1):
             return piece
 
 
 @njit(**INNER)
 def finished(at: np.ndarray, end: int) -> None:
     """A piece has ended; the last one of a stage wakes who waits for it."""
-    if added(at[Word.ENDED], 1) == end and seen(at[Word.ASLEEP]) > 0:
-        wake(at[Word.ENDED])
+    if added(at[Word.ENDED.value], 1) == end and seen(at[Word.ASLEEP.value]) > 0:
+        wake(at[Word.ENDED.value])
 
 
 @njit(**INNER)
@@ -61,16 +61,16 @@ def wait(at: np.ndarray, end: int) -> None:
     """Until all pieces below `end` have ended."""
     looks = 0
     while True:
-        now = seen(at[Word.ENDED])
+        now = seen(at[Word.ENDED.value])
         if now >= end:
             return
         looks += 1
         if looks > PATIENCE:
-            added(at[Word.ASLEEP], 1)
-            now = seen(at[Word.ENDED])
+            added(at[Word.ASLEEP.value], 1)
+            now = seen(at[Word.ENDED.value])
             if now < end:
-                sleep(at[Word.ENDED], now)
-            added(at[Word.ASLEEP], -1)
+                sleep(at[Word.ENDED.value], now)
+            added(at[Word.ASLEEP.value], -1)
 
 
 @njit(**INNER, fastmath=True)
@@ -111,28 +111,40 @@ def whole(address: int, i: int) -> int:
 @njit(**INNER)
 def append(at: np.ndarray, b: int, step: int) -> None:
     """The end of a row's step, as `State` describes it."""
-    vocab, batch, capacity, eos = at[Word.VOCAB], at[Word.BATCH], at[Word.CAPACITY], at[Word.EOS]
-    logits = matrix(at[Word.LOGITS], _SINGLE, batch, vocab)[b]
-    noisy, marks = matrix(at[Word.NOISY], _SINGLE, batch, vocab)[b], matrix(at[Word.MARKS], _FLAG, batch, vocab)[b]
-    tokens = matrix(at[Word.TOKENS], _WHOLE, batch, capacity)[b]
-    stops = array(at[Word.STOPS_AT_EOS], _FLAG, batch)[b] != 0
-    place, finite = whole(at[Word.LENGTH], b), True
+    vocab, batch, capacity, eos = (
+        at[Word.VOCAB.value],
+        at[Word.BATCH.value],
+        at[Word.CAPACITY.value],
+        at[Word.EOS.value],
+    )
+    logits = matrix(at[Word.LOGITS.value], _SINGLE, batch, vocab)[b]
+    noisy, marks = (
+        matrix(at[Word.NOISY.value], _SINGLE, batch, vocab)[b],
+        matrix(at[Word.MARKS.value], _FLAG, batch, vocab)[b],
+    )
+    tokens = matrix(at[Word.TOKENS.value], _WHOLE, batch, capacity)[b]
+    stops = array(at[Word.STOPS_AT_EOS.value], _FLAG, batch)[b] != 0
+    place, finite = whole(at[Word.LENGTH.value], b), True
     for i in range(vocab):
         finite &= np.isfinite(logits[i])
     if not finite:
-        array(at[Word.BROKEN], _FLAG, batch)[b] = 1
-    banned = eos if stops and place < whole(at[Word.MIN_LENGTH], b) else -1
-    key = matrix(at[Word.NOISE], np.int32, batch, capacity)[b, min(place, capacity - 1)]
-    temperature, top_k, penalty = number(at[Word.TEMPERATURE], b), whole(at[Word.TOP_K], b), number(at[Word.PENALTY], b)
-    top_p, min_p = number(at[Word.TOP_P], b), number(at[Word.MIN_P], b)
+        array(at[Word.BROKEN.value], _FLAG, batch)[b] = 1
+    banned = eos if stops and place < whole(at[Word.MIN_LENGTH.value], b) else -1
+    key = matrix(at[Word.NOISE.value], np.int32, batch, capacity)[b, min(place, capacity - 1)]
+    temperature, top_k, penalty = (
+        number(at[Word.TEMPERATURE.value], b),
+        whole(at[Word.TOP_K.value], b),
+        number(at[Word.PENALTY.value], b),
+    )
+    top_p, min_p = number(at[Word.TOP_P.value], b), number(at[Word.MIN_P.value], b)
     chosen = choose(logits, noisy, tokens[:place], marks, banned, temperature, top_k, top_p, min_p, penalty, key)
-    if place >= whole(at[Word.KNOWN], b):
+    if place >= whole(at[Word.KNOWN.value], b):
         tokens[place] = chosen
-    array(at[Word.LENGTH], _WHOLE, batch)[b] = place + 1
-    if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT], b):
-        array(at[Word.DONE], _FLAG, batch)[b] = 1
-        if added(at[Word.GOING], -1) == 0:
-            array(at[Word.STOP], _WHOLE, 1)[0] = step + 1  # seen by all when this piece has ended
+    array(at[Word.LENGTH.value], _WHOLE, batch)[b] = place + 1
+    if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT.value], b):
+        array(at[Word.DONE.value], _FLAG, batch)[b] = 1
+        if added(at[Word.GOING.value], -1) == 0:
+            array(at[Word.STOP.value], _WHOLE, 1)[0] = step + 1  # seen by all when this piece has ended
 
 
 def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], None]:
@@ -141,31 +153,33 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
 
     @njit(**INNER)
     def embed(at: np.ndarray, row: int) -> None:
-        width, vocab, b = at[Word.WIDTH], at[Word.VOCAB], whole(at[Word.SEQUENCES], row)
-        positions = array(at[Word.POSITIONS], _WHOLE, at[Word.ROWS])
-        if at[Word.GIVEN] == 0:
-            positions[row] = whole(at[Word.LENGTH], b) - 1
+        width, vocab, b = at[Word.WIDTH.value], at[Word.VOCAB.value], whole(at[Word.SEQUENCES.value], row)
+        positions = array(at[Word.POSITIONS.value], _WHOLE, at[Word.ROWS.value])
+        if at[Word.GIVEN.value] == 0:
+            positions[row] = whole(at[Word.LENGTH.value], b) - 1
         position = positions[row]
-        token = matrix(at[Word.TOKENS], _WHOLE, at[Word.BATCH], at[Word.CAPACITY])[b, position]
+        token = matrix(at[Word.TOKENS.value], _WHOLE, at[Word.BATCH.value], at[Word.CAPACITY.value])[b, position]
         scale = np.float32(1)
-        if at[Word.EMBEDDING_SCALES] != 0:
-            scale = number(at[Word.EMBEDDING_SCALES], token)
-        here = array(at[Word.EMBEDDING], stored, vocab * width)[token * width : token * width + width]
-        place = array(at[Word.PLACES], _SINGLE, (position + 1) * width)[position * width : position * width + width]
-        x = matrix(at[Word.X], _SINGLE, at[Word.ROWS], width)[row]
+        if at[Word.EMBEDDING_SCALES.value] != 0:
+            scale = number(at[Word.EMBEDDING_SCALES.value], token)
+        here = array(at[Word.EMBEDDING.value], stored, vocab * width)[token * width : token * width + width]
+        place = array(at[Word.PLACES.value], _SINGLE, (position + 1) * width)[
+            position * width : position * width + width
+        ]
+        x = matrix(at[Word.X.value], _SINGLE, at[Word.ROWS.value], width)[row]
         for i in range(width):
             x[i] = load(here[i]) * scale + place[i]
 
     @njit(**INNER)
     def product(at: np.ndarray, stage: np.ndarray, piece: int, x: np.ndarray, row: np.ndarray) -> None:
-        outputs, form = stage[Stage.OUTPUTS], stage[Stage.FORM]
-        first, last = outputs * piece // stage[Stage.PIECES], outputs * (piece + 1) // stage[Stage.PIECES]
-        weights = array(stage[Stage.MATRIX], stored, outputs * stage[Stage.INPUTS])
-        scales = array(stage[Stage.SCALES], _SINGLE, outputs if stage[Stage.SCALES] != 0 else 0)
-        bias = array(stage[Stage.BIAS], _SINGLE, outputs if stage[Stage.BIAS] != 0 else 0)
-        y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.ROWS], outputs)
-        multiply(weights, scales, bias, x, y, first, last, form == Form.ADDED, row)
-        if form == Form.ACTIVATED:
+        outputs, form = stage[Stage.OUTPUTS.value], stage[Stage.FORM.value]
+        first, last = outputs * piece // stage[Stage.PIECES.value], outputs * (piece + 1) // stage[Stage.PIECES.value]
+        weights = array(stage[Stage.MATRIX.value], stored, outputs * stage[Stage.INPUTS.value])
+        scales = array(stage[Stage.SCALES.value], _SINGLE, outputs if stage[Stage.SCALES.value] != 0 else 0)
+        bias = array(stage[Stage.BIAS.value], _SINGLE, outputs if stage[Stage.BIAS.value] != 0 else 0)
+        y = matrix(stage[Stage.TARGET.value], _SINGLE, at[Word.ROWS.value], outputs)
+        multiply(weights, scales, bias, x, y, first, last, form == Form.ADDED.value, row)
+        if form == Form.ACTIVATED.value:
             for r in range(len(y)):
                 here = y[r]
                 for i in range(first, last):
@@ -174,43 +188,43 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
     @njit(**INNER)
     def attention(at: np.ndarray, stage: np.ndarray, piece: int, scores: np.ndarray) -> None:
         """One head of one row, or its keys and values."""
-        heads, width, capacity = at[Word.HEADS], at[Word.WIDTH], at[Word.CAPACITY]
+        heads, width, capacity = at[Word.HEADS.value], at[Word.WIDTH.value], at[Word.CAPACITY.value]
         depth = width // heads
         r, head = piece // heads, piece % heads
-        b, position = whole(at[Word.SEQUENCES], r), whole(at[Word.POSITIONS], r)
+        b, position = whole(at[Word.SEQUENCES.value], r), whole(at[Word.POSITIONS.value], r)
         begin = (b * heads + head) * capacity * depth * cell
-        keys = matrix(stage[Stage.MATRIX] + begin, cached, capacity, depth)
-        values = matrix(stage[Stage.SCALES] + begin, cached, capacity, depth)
-        qkv = matrix(stage[Stage.SOURCE], _SINGLE, at[Word.ROWS], 3 * width)[r]
+        keys = matrix(stage[Stage.MATRIX.value] + begin, cached, capacity, depth)
+        values = matrix(stage[Stage.SCALES.value] + begin, cached, capacity, depth)
+        qkv = matrix(stage[Stage.SOURCE.value], _SINGLE, at[Word.ROWS.value], 3 * width)[r]
         column = head * depth
-        if stage[Stage.FORM] == Form.KEYS or at[Word.GIVEN] == 0:
+        if stage[Stage.FORM.value] == Form.KEYS.value or at[Word.GIVEN.value] == 0:
             for d in range(depth):
                 store(keys[position], d, qkv[width + column + d])
                 store(values[position], d, qkv[2 * width + column + d])
-        if stage[Stage.FORM] == Form.ATTENTION:
-            window = at[Word.WINDOW]
+        if stage[Stage.FORM.value] == Form.ATTENTION.value:
+            window = at[Word.WINDOW.value]
             first = max(0, position + 1 - window) if window > 0 else 0
-            y = matrix(stage[Stage.TARGET], _SINGLE, at[Word.ROWS], width)[r][column : column + depth]
-            scale = number(at[Word.SETTINGS], stage[Stage.BIAS])
+            y = matrix(stage[Stage.TARGET.value], _SINGLE, at[Word.ROWS.value], width)[r][column : column + depth]
+            scale = number(at[Word.SETTINGS.value], stage[Stage.BIAS.value])
             attend(qkv[column : column + depth], keys, values, first, position + 1, scale, scores, y)
 
     @njit(**INNER)
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
         """The pieces of a stage that nobody else takes."""
-        rows, width = at[Word.ROWS], at[Word.WIDTH]
-        row = array(private + 4 * rows * width, _SINGLE, at[Word.PRIVATE_SIZE] - rows * width)
+        rows, width = at[Word.ROWS.value], at[Word.WIDTH.value]
+        row = array(private + 4 * rows * width, _SINGLE, at[Word.PRIVATE_SIZE.value] - rows * width)
         normal = matrix(private, _SINGLE, rows, width)
-        x = matrix(stage[Stage.SOURCE], _SINGLE, rows, stage[Stage.INPUTS])
-        normalised = stage[Stage.NORM] == 0
+        x = matrix(stage[Stage.SOURCE.value], _SINGLE, rows, stage[Stage.INPUTS.value])
+        normalised = stage[Stage.NORM.value] == 0
         piece = taken(at, end)
         while piece >= 0:
-            if stage[Stage.FORM] >= Form.KEYS:
+            if stage[Stage.FORM.value] >= Form.KEYS.value:
                 attention(at, stage, piece - base, row)
             else:
                 if not normalised:
-                    weight = array(stage[Stage.NORM], _SINGLE, width)
-                    bias = array(stage[Stage.NORM_BIAS], _SINGLE, width)
-                    epsilon = number(at[Word.SETTINGS], 0)
+                    weight = array(stage[Stage.NORM.value], _SINGLE, width)
+                    bias = array(stage[Stage.NORM_BIAS.value], _SINGLE, width)
+                    epsilon = number(at[Word.SETTINGS.value], 0)
                     for r in range(rows):
                         normalise(x[r], weight, bias, epsilon, normal[r])
                     x, normalised = normal, True
@@ -222,11 +236,15 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
     def decode(me: int, words: int) -> None:
         """Up to `steps` steps of the rows that are not done. Every thread of the team calls it with its own number."""
         at = array(words, _WHOLE, _WORDS)
-        batch, rows, private = at[Word.BATCH], at[Word.ROWS], at[Word.PRIVATE] + 4 * me * at[Word.PRIVATE_SIZE]
-        stages = matrix(words + 8 * _WORDS, _WHOLE, at[Word.STAGES], _STAGE)
+        batch, rows, private = (
+            at[Word.BATCH.value],
+            at[Word.ROWS.value],
+            at[Word.PRIVATE.value] + 4 * me * at[Word.PRIVATE_SIZE.value],
+        )
+        stages = matrix(words + 8 * _WORDS, _WHOLE, at[Word.STAGES.value], _STAGE)
         base = 0  # pieces before the stage
-        for step in range(at[Word.STEPS]):
-            if seen(at[Word.STOP]) <= step:
+        for step in range(at[Word.STEPS.value]):
+            if seen(at[Word.STOP.value]) <= step:
                 break
             piece = taken(at, base + rows)
             while piece >= 0:
@@ -235,14 +253,14 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
                 piece = taken(at, base + rows)
             wait(at, base + rows)
             base += rows
-            for number in range(at[Word.STAGES]):
+            for number in range(at[Word.STAGES.value]):
                 stage = stages[number]
-                staged(at, stage, base, base + stage[Stage.PIECES], private)
-                base += stage[Stage.PIECES]
-            if at[Word.CHOOSES] != 0:
+                staged(at, stage, base, base + stage[Stage.PIECES.value], private)
+                base += stage[Stage.PIECES.value]
+            if at[Word.CHOOSES.value] != 0:
                 piece = taken(at, base + batch)
                 while piece >= 0:
-                    if array(at[Word.DONE], _FLAG, batch)[piece - base] == 0:
+                    if array(at[Word.DONE.value], _FLAG, batch)[piece - base] == 0:
                         append(at, piece - base, step)
                     finished(at, base + batch)
                     piece = taken(at, base + batch)
