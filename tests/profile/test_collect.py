@@ -116,7 +116,8 @@ def test_the_cpu_executor_is_one_call_with_the_price_of_the_model(name: str, dty
     assert (session.method, session.dtype) == (name, dtype)
     for phase in session.phases:
         call = [row for row in phase.kernels if row.name == CPU_DECODE]
-        assert [row.calls for row in call] == [1]
+        whole_prompt = dtype == "fp32" and phase.name == "prefill"  # which is torch's altogether
+        assert [row.calls for row in call] == ([] if whole_prompt else [1])
         assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
         assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
     decode = session.phase("decode")
