@@ -292,12 +292,14 @@ def test_it_runs_on_a_cpu_alone() -> None:
 
 def test_two_runs_give_the_same_bits() -> None:
     weights = load("stories")
-    asked = requests(weights, [30], 2)
+    asked = requests(weights, [30], 8)
     states = []
     for threads in (1, 2):
         executor = CpuExecutor(weights, CPU, "fp32", threads=threads)
         state = executor.allocate(1, 40)
         state.begin(asked)
         executor.prefill(state)
+        executor.decode(state, 7)
         states.append(state)
+    assert states[0].tokens.equal(states[1].tokens)
     assert np.array_equal(states[0].cache.k.numpy(), states[1].cache.k.numpy())

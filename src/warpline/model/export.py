@@ -59,5 +59,5 @@ def _fill(folder: Path, weights: Weights) -> None:
         weights.tokenizer().save(folder)
         special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         length = weights.config.n_positions
-        told = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": length, **special}
-        (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=2) + "\n")
+        described = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": length, **special}
+        (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -6,6 +6,7 @@ matrices are stored transposed (Conv1D), and some carry buffers that are no para
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zipfile
@@ -326,6 +327,7 @@ def checkpoint(weights: Weights) -> dict[str, Tensor]:
 # --- hub ------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache  # asked for by everyone who wants the config, the dtype or the weights
 def _download(model: str) -> Path:
     repo = FAMILY[model][0] if model in FAMILY else model
     if model not in FAMILY and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
