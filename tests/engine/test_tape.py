@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from warpline.engine.tape import record
 from warpline.kernels.persistent import STAGES, UNIT, Extents, Plan, plan
@@ -57,7 +60,7 @@ def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> N
             found = read(tapes.tape.float(), made, stage, layer if stage != "head" else 3)
             assert torch.equal(found[: len(expected), : expected.shape[1]], expected), (stage, layer)
             assert found.abs().sum() == pytest.approx(float(expected.abs().sum()))
-    assert tapes.vectors.numel() == 3 * (9 * 48 + 192) + 2 * 48
+    assert tapes.vectors.numel() == 3 * 4 * 48 + 2 * 48
 
 
 @given(
@@ -79,3 +82,20 @@ def test_plans_are_whole_and_even(heads: int, depth: int, blocks: int, layers: i
     assert made.tape == [sum(made.steps[:block]) for block in range(blocks)]
     if blocks <= sum(extents.units(stage) for stage in STAGES[:-1]):
         assert min(loads) > 0
+
+
+def test_layernorm_behind_a_product_is_layernorm_before_it() -> None:
+    weights = load("random:n_layer=2,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype="fp32")
+    tensors = {name: torch.randn_like(tensor) for name, tensor in weights.tensors.items()}
+    weights = replace(weights, tensors=tensors)
+    lines = record(weights, plan(Extents("fp32", 48, 192, 3, 2, 203, 1, 5, "sm_90"))).lines.double()
+    x = 3 * torch.randn(48, dtype=torch.float64) + 1
+    mean, deviation = x.mean(), x.std(correction=0)
+    first = 0
+    for norm, name in (("h.1.ln_1", "h.1.attn.c_attn"), ("h.1.ln_2", "h.1.mlp.c_fc")):
+        weight, bias, gamma, beta = (tensors[f"{n}.{p}"].double() for n in (name, norm) for p in ("weight", "bias"))
+        slope, level = lines[1, first : first + len(bias)].unbind(1)
+        first += len(bias)
+        found = (weight @ (gamma * x) - mean * slope) / deviation + level
+        expected = F.linear(F.layer_norm(x, x.shape, gamma, beta, 0.0), weight, bias)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

@@ -35,6 +35,15 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def captured(steps: Sequence[Callable[[], object]], device: torch.device) -> torch.cuda.CUDAGraph:
+    """The steps as a graph. They are not run, and nothing of theirs may have to be loaded any more."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capture_stream(device)):
+        for step in steps:
+            step()
+    return graph
+
+
 def bind(ops: Sequence[Bound], *, overlapping: bool = False) -> list[Callable[[], None]]:
     """What to call for each; kernels are compiled on all cores and loaded. Overlapping kernels begin before the one
     ahead has ended, where the GPU can, and wait only when they need its results."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from warpline.engine.bind import capture_stream
+from warpline.engine.bind import captured
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import Step
 from warpline.engine.state import State
@@ -37,10 +37,7 @@ class GraphExecutor(KernelsExecutor):
     def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], None]:
         """Captured without a trial, which would change the state; all kernels are loaded by then."""
         launches = super()._prepare(steps, named)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, stream=capture_stream(self.device)):
-            launches()
+        graph = captured([launches], self.device)
 
         def replay(_kept: Callable[[], None] = launches) -> None:  # its memory is the graph's
             graph.replay()

@@ -153,6 +153,7 @@ class PersistentExecutor(Executor):
             "tape": self._tapes.tape,
             "plans": self._tapes.plans,
             "vectors": self._tapes.vectors,
+            "lines": self._tapes.lines,
             "wte": self._wte,
             "wpe": self._wpe,
             "k": state.cache.k,

@@ -1,28 +1,33 @@
 """Prompts: a library's products where they are many rows, our kernels for the rest, captured as graphs by length.
 
-Per layer: QKV with its bias, FlashAttention that puts K and V into their slots, out-projection with its bias, residual
-and LayerNorm in one, FC with bias and GELU, projection with its bias, residual and LayerNorm in one. Only the last
-position of each sequence goes through the head.
+A pass is the blocks of `schedule`, with FlashAttention that puts K and V into their slots. Only the last position of
+each sequence goes through the head.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS
-from warpline.engine.bind import Bound, bind, capture_stream
+from warpline.engine.bind import bind, captured
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import ending
+from warpline.engine.schedule import Step, blocks, ending, on_memory
 from warpline.engine.state import State
 from warpline.errors import ConfigError
-from warpline.kernels.catalog import find
 from warpline.model.weights import Weights
+
+Launch = Callable[[], object]
 
 #: Prompts are run as if they were as long as the next of these.
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 #: Tokens, of all passes together, whose memory is kept for the next time: some 20 KB each for gpt2.
 MOST_KEPT = 1 << 16
+#: Kernels of a pass's first graph, and how much larger each is than the one before. A graph whose kernels overlap
+#: begins when the host has gone through all of them, 1 µs each (H200); meanwhile the graph before it runs, 4 each.
+FIRST_PART, GROWTH = 8, 4
 
 
 class Prompts:
@@ -52,89 +57,73 @@ class Prompts:
             advance(state, found.logits)
 
 
+def growing(launches: Sequence[Launch]) -> list[Sequence[Launch]]:
+    """The launches in parts, each some times as long as the one before."""
+    parts, size = [], FIRST_PART
+    while len(launches) > 2 * size:
+        parts.append(launches[:size])
+        launches, size = launches[size:], size * GROWTH
+    return [*parts, launches]
+
+
 class Pass:
     """A pass over `batch` prompts of up to `length` tokens, bound to memory; it ends as `schedule.decode_step` does."""
 
     def __init__(self, weights: Weights, state: State, batch: int, length: int, end: str):
-        self.weights, self.batch, self.length = weights, batch, length
         config, some = weights.config, weights.tensors["wte.weight"]
-        rows = batch * length
+        self._device = some.device
+        self.logits = some.new_empty(batch, config.vocab_size)
+        last = some.new_empty(batch, config.n_embd)
+        named = _memory(weights, state, batch, length) | {"last": last}
 
-        def room(*shape: int) -> Tensor:
-            return some.new_empty(shape)
+        def attention(layer: int) -> Step:
+            h = f"h.{layer}"
+            inputs = (*(f"{h}.{name}" for name in "qkv"), "length", f"{h}.cache_k", f"{h}.cache_v")
+            numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+            return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
 
-        self.x, self.middle = room(rows, config.n_embd), room(rows, config.n_embd)
-        self.normal, self.projected = room(rows, config.n_embd), room(rows, config.n_embd)
-        self.qkv = room(rows, 3 * config.n_embd)
-        self.hidden = room(rows, config.inner)
-        self.heads = room(batch, length, config.n_head, config.head_size)
-        self.logits = room(batch, config.vocab_size)
-        last = room(batch, config.n_embd)
-        picked = [self.projected.view(batch, length, -1), self.middle.view(batch, length, -1), state.length[:batch]]
-        #: The table of this pass, for whoever wants to know what its kernels are.
-        self.bound = [
-            *self._body(state),
-            Bound(find("last_residual"), picked, [last], {}),
-            *ending(weights, state, end, last, self.logits),
+        h = f"h.{config.n_layer - 1}"
+        steps = [
+            Step("prompt_embedding", ("tokens", "wte.weight", "places"), ("embedded",)),
+            *blocks(weights, batch * length, attention, open_end=True),
+            Step("last_residual", (f"{h}.projected", f"{h}.residual", "length"), ("last",)),
         ]
-        self._steps = bind(self.bound, overlapping=True)
+        #: The table of this pass, for whoever wants to know what its kernels are.
+        self.bound = [*on_memory(steps, named), *ending(weights, state, end, last, self.logits)]
+        self._launches = bind(self.bound, overlapping=True)
         self._runs = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def run(self) -> None:
         """Kernel by kernel the first time, captured the second: a length that does not come again should not wait for a
         capture."""
         self._runs += 1
-        if self._graph is None and self._runs == 2 and self.x.is_cuda:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=capture_stream(self.x.device)):
-                self._enqueue()
-            self._graph = graph
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._enqueue()
+        if self._runs == 2 and self._device.type == "cuda":
+            self._graphs = [captured(part, self._device) for part in growing(self._launches)]
+        for launch in [graph.replay for graph in self._graphs] or self._launches:
+            launch()
 
-    def _enqueue(self) -> None:
-        for step in self._steps:
-            step()
 
-    def _body(self, state: State) -> list[Bound]:
-        config, t, batch, length = self.weights.config, self.weights.tensors, self.batch, self.length
-        by_head = self.qkv.view(batch, length, 3, config.n_head, config.head_size)
-        q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
-        embedded = [state.tokens[:batch], t["wte.weight"], t["wpe.weight"][:length]]
-        steps = [
-            Bound(find("prompt_embedding"), embedded, [self.x.view(batch, length, -1)], {}),
-            Bound(find("layernorm"), [self.x, *self._affine("h.0.ln_1")], [self.normal], self._epsilon),
-        ]
-        for layer in range(config.n_layer):
-            h = f"h.{layer}"
-            numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-            cache = [c[layer, :batch] for c in (state.cache.k, state.cache.v)]
-            steps += [
-                self._product(f"{h}.attn.c_attn", self.normal, self.qkv),
-                Bound(find("prompt_attention"), [q, k, v, state.length[:batch], *cache], [self.heads], numbers),
-                self._product(f"{h}.attn.c_proj", self.heads.view(-1, config.n_embd), self.projected),
-                self._residual(self.x, f"{h}.ln_2", self.middle),
-                self._product(f"{h}.mlp.c_fc", self.normal, self.hidden, "matmul_bias_gelu"),
-                self._product(f"{h}.mlp.c_proj", self.hidden, self.projected),
-            ]
-            if layer + 1 < config.n_layer:
-                steps.append(self._residual(self.middle, f"h.{layer + 1}.ln_1", self.x))
-        return steps
+def _memory(weights: Weights, state: State, batch: int, length: int) -> dict[str, Tensor]:
+    """Memory for every name that a pass mentions; all layers share what lies between."""
+    config, some = weights.config, weights.tensors["wte.weight"]
+    rows = batch * length
 
-    @property
-    def _epsilon(self) -> dict[str, float]:
-        return {"epsilon": self.weights.config.layer_norm_epsilon}
+    def room(columns: int) -> Tensor:
+        return some.new_empty(rows, columns)
 
-    def _affine(self, name: str) -> list[Tensor]:
-        return [self.weights.tensors[f"{name}.weight"], self.weights.tensors[f"{name}.bias"]]
-
-    def _residual(self, residual: Tensor, norm: str, total: Tensor) -> Bound:
-        """What was projected plus the residual, and LayerNorm of the sum."""
-        inputs = [self.projected, residual, *self._affine(norm)]
-        return Bound(find("residual_layernorm"), inputs, [total, self.normal], self._epsilon)
-
-    def _product(self, name: str, source: Tensor, target: Tensor, op: str = "matmul_bias") -> Bound:
-        return Bound(find(op), [source, *self._affine(name)], [target], {})
+    x, middle, normal, projected = (room(config.n_embd) for _ in range(4))
+    qkv, hidden, attention = room(3 * config.n_embd), room(config.inner), room(config.n_embd)
+    by_head = qkv.view(batch, length, 3, config.n_head, config.head_size)
+    q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
+    heads = attention.view(batch, length, config.n_head, config.head_size)
+    by_sequence = {"projected": projected.view(batch, length, -1), "residual": middle.view(batch, length, -1)}
+    found = {"tokens": state.tokens[:batch], "length": state.length[:batch], "embedded": x.view(batch, length, -1)}
+    found |= weights.tensors | {"places": weights.tensors["wpe.weight"][:length]}
+    for layer in range(config.n_layer):
+        own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
+        own |= {"ln_1.out": normal, "ln_2.out": normal, "hidden": hidden} | by_sequence
+        own |= {"attn.c_proj.out": projected, "mlp.c_proj.out": projected}
+        own |= {"cache_k": state.cache.k[layer, :batch], "cache_v": state.cache.v[layer, :batch]}
+        found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
+    return found

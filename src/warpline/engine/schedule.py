@@ -6,7 +6,7 @@ in torch, so that the table itself is tested on any machine. Buffers go by name;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,48 +42,68 @@ class Step:
         return find(self.op)
 
 
-def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
-    """A step of `batch` sequences. It ends with the `logits`, or appends a token to each: the `likeliest`, or what is
-    `drawn` as each sequence's sampling parameters have it."""
+def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], *, open_end: bool) -> list[Step]:
+    """All blocks of a pass over `rows` rows, from h.0.in on, each with `attention(layer)` in it. They end with the last
+    one's output, or, with an open end, with its projection, which is still to be added to h.{last}.middle."""
     config = weights.config
-    epsilon = {"epsilon": config.layer_norm_epsilon}
-    few, layers = batch <= MOST_MATVEC_ROWS, config.n_layer
-    steps = [Step("newest_embedding", ("tokens", "length", "wte.weight", "wpe.weight"), ("h.0.in",))]
-
-    def parameters(name: str) -> tuple[str, str]:
-        return f"{name}.weight", f"{name}.bias"
+    epsilon, last = {"epsilon": config.layer_norm_epsilon}, config.n_layer - 1
+    few, steps = rows <= MOST_MATVEC_ROWS, list[Step]()
 
     def normal_product(norm: str, name: str, source: str, target: str, layer: int, activation: str = "") -> None:
         """LayerNorm and a product of it: one op for a few rows; for many the LayerNorm is there already."""
         if few:
-            op, inputs = f"layernorm_matvec_bias{activation}", (source, *parameters(norm), *parameters(name))
+            op, inputs = f"layernorm_matvec_bias{activation}", (source, *_affine(norm), *_affine(name))
             steps.append(Step(op, inputs, (target,), epsilon, layer))
         else:
             op = f"matmul_bias{activation}"
-            steps.append(Step(op, (f"{norm}.out", *parameters(name)), (target,), layer=layer))
+            steps.append(Step(op, (f"{norm}.out", *_affine(name)), (target,), layer=layer))
 
     def residual_product(name: str, source: str, residual: str, target: str, norm: str, layer: int) -> None:
         """A product and the residual: one op for a few rows; for many a second one does the next LayerNorm as well."""
         if few:
-            inputs = (source, *parameters(name), residual)
+            inputs = (source, *_affine(name), residual)
             steps.append(Step("matvec_bias_residual", inputs, (target,), layer=layer))
         else:
-            steps.append(Step("matmul_bias", (source, *parameters(name)), (f"{name}.out",), layer=layer))
-            inputs = (f"{name}.out", residual, *parameters(norm))
+            steps.append(Step("matmul_bias", (source, *_affine(name)), (f"{name}.out",), layer=layer))
+            inputs = (f"{name}.out", residual, *_affine(norm))
             steps.append(Step("residual_layernorm", inputs, (target, f"{norm}.out"), epsilon, layer))
 
     if not few:
-        steps.append(Step("layernorm", ("h.0.in", *parameters("h.0.ln_1")), ("h.0.ln_1.out",), epsilon, 0))
-    for layer in range(layers):
-        h, following = f"h.{layer}", f"h.{layer + 1}.ln_1" if layer + 1 < layers else "ln_f"
+        steps.append(Step("layernorm", ("h.0.in", *_affine("h.0.ln_1")), ("h.0.ln_1.out",), epsilon, 0))
+    for layer in range(config.n_layer):
+        h, projection = f"h.{layer}", f"h.{layer}.mlp.c_proj"
         normal_product(f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.in", f"{h}.qkv", layer)
-        attended = (f"{h}.q", f"{h}.new_k", f"{h}.new_v", f"{h}.k", f"{h}.v", "length")
-        numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-        steps.append(Step("append_attention", attended, (f"{h}.heads",), numbers, layer))
+        steps.append(attention(layer))
         residual_product(f"{h}.attn.c_proj", f"{h}.attention", f"{h}.in", f"{h}.middle", f"{h}.ln_2", layer)
         normal_product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
-        residual_product(f"{h}.mlp.c_proj", f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
-    return [*steps, *_ending(weights, batch, end, f"h.{layers}.in", normal=not few)]
+        if layer == last and open_end:
+            steps.append(
+                Step("matmul_bias", (f"{h}.hidden", *_affine(projection)), (f"{projection}.out",), layer=layer)
+            )
+        else:
+            following = f"h.{layer + 1}.ln_1" if layer < last else "ln_f"
+            residual_product(projection, f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
+    return steps
+
+
+def _affine(name: str) -> tuple[str, str]:
+    return f"{name}.weight", f"{name}.bias"
+
+
+def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
+    """A step of `batch` sequences. It ends with the `logits`, or appends a token to each: the `likeliest`, or what is
+    `drawn` as each sequence's sampling parameters have it."""
+    config = weights.config
+
+    def attention(layer: int) -> Step:
+        h = f"h.{layer}"
+        inputs = (f"{h}.q", f"{h}.new_k", f"{h}.new_v", f"{h}.k", f"{h}.v", "length")
+        numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+        return Step("append_attention", inputs, (f"{h}.heads",), numbers, layer)
+
+    steps = [Step("newest_embedding", ("tokens", "length", "wte.weight", "wpe.weight"), ("h.0.in",))]
+    steps += blocks(weights, batch, attention, open_end=False)
+    return [*steps, *_ending(weights, batch, end, f"h.{config.n_layer}.in", normal=batch > MOST_MATVEC_ROWS)]
 
 
 def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) -> list[Step]:

@@ -74,7 +74,7 @@ class Progress:
     top_token: np.ndarray | None
 
 
-#: What there is one of for each row: they lie side by side, so that one copy brings them all.
+#: What there is one of for each row, in the order of `_fields`. They lie side by side: one copy brings them all.
 _FIELDS = {
     "length": torch.int64,
     "known": torch.int64,
@@ -89,6 +89,18 @@ _FIELDS = {
     "done": torch.bool,
     "broken": torch.bool,
 }
+
+
+#: Of a row that is in no batch.
+_UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
+
+
+def _fields(request: Request, given: int, vocab: int) -> tuple[float, ...]:
+    """A row's values, before its first token."""
+    p = request.params
+    known, top = given + len(request.forced), min(p.top_k or vocab, vocab)
+    settings = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, not p.ignore_eos)
+    return (given, known, request.limit, given + p.min_tokens, top, *settings, False, False)
 
 
 class State:
@@ -124,12 +136,12 @@ class State:
         self._packed = _Mirrored(self._fields_end + rows * capacity * 8, torch.uint8, device)
         self.tokens = self._packed.there[self._fields_end :].view(torch.int64).view(rows, capacity)
         self._tokens_here = self._packed.here[self._fields_end :].view(torch.int64).view(rows, capacity).numpy()
-        self._here: dict[str, np.ndarray] = {}
+        self._here: list[np.ndarray] = []
         end = 0
         for name, kind in _FIELDS.items():
             begin, end = end, end + rows * kind.itemsize
             setattr(self, name, self._packed.there[begin:end].view(kind))
-            self._here[name] = self._packed.here[begin:end].view(kind).numpy()
+            self._here.append(self._packed.here[begin:end].view(kind).numpy())
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
@@ -144,35 +156,31 @@ class State:
         return rows <= self.rows and capacity <= self.capacity
 
     def begin(self, requests: Rows[Request]) -> None:
-        """Take in a new batch; nothing of the last one is left."""
-        batch, params = len(requests), [request.params for request in requests]
-        vocab = self.config.vocab_size
-        self.batch = batch
-        self.longest = max(len(request.prompt) for request in requests)
+        """Take in a new batch; nothing of the last one counts any more. The GPU waits for this: it should be short."""
+        batch, vocab = len(requests), self.config.vocab_size
+        params = list({id(request.params): request.params for request in requests}.values())  # mostly one for all
+        prompts = [request.prompt for request in requests]
+        there = [isinstance(prompt, Tensor) for prompt in prompts]
+        lengths = [len(prompt) if not isinstance(prompt, Tensor) else prompt.shape[0] for prompt in prompts]
+        self.batch, self.longest = batch, max(lengths)
         self._packed.ready()
-        tokens, here = self._tokens_here, self._here
-        tokens[:batch] = 0
-        for row, request in enumerate(requests):
-            given, limit = len(request.prompt), request.limit
-            if not isinstance(request.prompt, Tensor):
-                tokens[row, :given] = request.prompt
-            forced = request.forced[: limit - given]
-            tokens[row, given : given + len(forced)] = forced
-        lengths = np.fromiter((len(request.prompt) for request in requests), np.int64, batch)
-        here["length"][:batch] = lengths
-        here["known"][:batch] = lengths + np.fromiter((len(request.forced) for request in requests), np.int64, batch)
-        here["limit"][:batch] = np.fromiter((request.limit for request in requests), np.int64, batch)
-        here["min_length"][:batch] = lengths + [p.min_tokens for p in params]
-        here["top_k"][:batch] = [min(p.top_k or vocab, vocab) for p in params]
-        here["temperature"][:batch] = [p.temperature for p in params]
-        here["top_p"][:batch] = [p.top_p for p in params]
-        here["min_p"][:batch] = [p.min_p for p in params]
-        here["penalty"][:batch] = [p.repetition_penalty for p in params]
-        here["stops_at_eos"][:batch] = [not p.ignore_eos for p in params]
-        here["done"][:batch] = here["broken"][:batch] = False
-        here["length"][batch:], here["done"][batch:] = 1, True  # rows not in use may be computed along
-        self._packed.send(self._fields_end + batch * self.capacity * 8)
-        self._copy([request.prompt for request in requests])
+        rows = [_fields(request, given, vocab) for request, given in zip(requests, lengths, strict=True)]
+        for field, column in zip(self._here, zip(*rows, strict=True), strict=True):
+            field[:batch] = column
+        if batch < self.rows:  # those may be computed along
+            for field, value in zip(self._here, _UNUSED, strict=True):
+                field[batch:] = value
+        if all(there) and not any(request.forced for request in requests):
+            self._packed.send(self._fields_end)
+        else:
+            for row, (request, given) in enumerate(zip(requests, lengths, strict=True)):
+                if not there[row]:
+                    self._tokens_here[row, :given] = request.prompt
+                forced = request.forced[: request.limit - given]
+                self._tokens_here[row, given : given + len(forced)] = forced
+            self._packed.send(self._fields_end + batch * self.capacity * 8)
+        if any(there):
+            self._copy(prompts, lengths)
         sampled = [p for p in params if p.temperature > 0]
         if sampled:
             noise = self._noise.ready().view(self.rows, self.capacity).numpy()
@@ -192,14 +200,14 @@ class State:
         if self.needs.logprobs is not None:
             self._allocate_logprobs(min(self.needs.logprobs, vocab))
 
-    def _copy(self, prompts: Rows[Any]) -> None:
+    def _copy(self, prompts: list[Any], lengths: list[int]) -> None:
         """Those that are on the device, all at once where they are of one length."""
         there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
-        if len(there) == len(prompts) and len({len(prompt) for prompt in prompts}) == 1:
-            self.tokens[: len(prompts), : len(prompts[0])].copy_(torch.stack(list(prompts)))
+        if len(there) == len(prompts) > 1 and min(lengths) == max(lengths):
+            self.tokens[: len(prompts), : lengths[0]].copy_(torch.stack(prompts))
             return
         for row in there:
-            self.tokens[row, : len(prompts[row])].copy_(prompts[row])
+            self.tokens[row, : lengths[row]].copy_(prompts[row])
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""

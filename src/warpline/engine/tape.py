@@ -18,17 +18,9 @@ _MATRICES = {
     "fc": "mlp.c_fc.weight",
     "proj": "mlp.c_proj.weight",
 }
-#: What is no matrix of a layer, in the order of the checkpoint.
-_VECTORS = (
-    "ln_1.weight",
-    "ln_1.bias",
-    "attn.c_attn.bias",
-    "attn.c_proj.bias",
-    "ln_2.weight",
-    "ln_2.bias",
-    "mlp.c_fc.bias",
-    "mlp.c_proj.bias",
-)
+#: What the kernel reads of a layer besides, and the products behind a LayerNorm, whose other vectors become lines.
+_VECTORS = ("ln_1.weight", "attn.c_proj.bias", "ln_2.weight", "mlp.c_proj.bias")
+_NORMAL_PRODUCTS = (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +29,7 @@ class Tapes:
 
     tape: Tensor  # [step, warp, element]
     vectors: Tensor
+    lines: Tensor  # float32 [layer, output of QKV or FC, 2]: slope and level of persistent/layers.cuh
     plans: Tensor  # int32 [block, 12]
 
 
@@ -59,7 +52,18 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     tape[places["head"], within[:, None] % plan.warps] = head
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
-    return Tapes(tape, vectors, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
+    lines = torch.stack([_lines(tensors, f"h.{layer}.") for layer in range(extents.layers)])
+    return Tapes(tape, vectors, lines, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
+
+
+def _lines(tensors: dict[str, Tensor], h: str) -> Tensor:
+    """[output, 2]: weight · gamma, and weight · beta + bias."""
+    found = []
+    for norm, name in _NORMAL_PRODUCTS:
+        weight, bias = tensors[f"{h}{name}.weight"].double(), tensors[f"{h}{name}.bias"].double()
+        affine = torch.stack([tensors[f"{h}{norm}.{part}"].double() for part in ("weight", "bias")], dim=1)
+        found.append(weight @ affine + torch.stack([torch.zeros_like(bias), bias], dim=1))
+    return torch.cat(found).float()
 
 
 def tiles(matrix: Tensor, plan: Plan, stage: str) -> Tensor:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
-from warpline.hardware import arch_number
+from warpline.hardware import ARCH_LIMITS, arch_number
 from warpline.kernels.spec import (
     BITS,
     THREADS_PER_WARP,
@@ -27,6 +27,10 @@ from warpline.kernels.spec import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+#: Of a block of attention.
+MOST_WARPS = 16
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, scale: float) -> tuple[Tensor, ...]:
@@ -81,23 +85,26 @@ def _mask(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
 
 
 def _flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
-    """Each warp has 16 queries or a multiple, and they fit into the ring of keys they pass through."""
-    queries, keys, warps, stages = (tunables[n] for n in ("tile_queries", "tile_keys", "warps", "stages"))
+    """Each warp has 16 queries or a multiple; in fp32 a tile is dealt to 16 x 16 threads."""
+    queries, warps, teams = (tunables[n] for n in ("tile_queries", "warps", "teams"))
     if dtype == "fp32":
-        return warps == 8
-    return queries % (16 * warps) == 0 and (queries > 16 * warps or 2 * stages * keys >= queries)
+        return warps == 8 and teams == 1
+    return queries % (16 * warps) == 0 and warps * teams <= MOST_WARPS
 
 
 def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     heads = dims["batch"] * dims["heads"]
+    roomy = ARCH_LIMITS[arch].block_shared_bytes > 160_000 and dims["depth"] <= 64
     if dtype == "fp32":
-        few = dims["depth"] > 64 or heads * -(-dims["queries"] // 64) < 264
+        few = dims["depth"] > 64 or heads * -(-dims["queries"] // 64) < (132 if roomy else 264)
         # Shared memory decides how many keys: less on Turing, twice as much for each where heads are large.
-        keys = 32 if dims["depth"] > 64 or (not few and arch_number(arch) < 80) else 64
-        return {"tile_queries": 32 if few else 64, "tile_keys": keys, "warps": 8, "stages": 2}
-    if arch_number(arch) < 80 or dims["depth"] > 64 or heads * -(-dims["queries"] // 128) < 264:
-        return {"tile_queries": 64, "tile_keys": 64, "warps": 4, "stages": 2}
-    return {"tile_queries": 128, "tile_keys": 64, "warps": 4, "stages": 2}
+        keys = 128 if roomy else 32 if dims["depth"] > 64 or (not few and arch_number(arch) < 80) else 64
+        return {"tile_queries": 32 if few else 64, "tile_keys": keys, "warps": 8, "teams": 1, "stages": 2}
+    if arch_number(arch) < 80 or dims["depth"] > 64:
+        keys = 32 if arch_number(arch) < 80 and dims["depth"] > 80 else 64
+        return {"tile_queries": 64, "tile_keys": keys, "warps": 4, "teams": 1, "stages": 2}
+    few = heads * -(-dims["queries"] // 128) < 264
+    return {"tile_queries": 64 if few else 128, "tile_keys": 64, "warps": 4, "teams": 2 if few else 1, "stages": 2}
 
 
 def _flash_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
@@ -107,10 +114,10 @@ def _flash_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
     if dtype == "fp32":
         shared = (queries + 2 * keys) * row + queries * (keys * size + 16)
     else:
-        shared = tunables["stages"] * 2 * keys * row
-        if queries > 16 * tunables["warps"]:  # the queries stay in shared memory
-            shared += queries * row
-    return Launch(grid, tunables["warps"] * THREADS_PER_WARP, shared)
+        # Of each query and other team the softmax and the output, in fragments, behind what all of them read.
+        merged = (tunables["teams"] - 1) * queries * 4 * (8 + -(-dims["depth"] // 16) * 16)
+        shared = max((queries + tunables["teams"] * tunables["stages"] * 2 * keys) * row, merged)
+    return Launch(grid, tunables["warps"] * tunables["teams"] * THREADS_PER_WARP, shared)
 
 
 def _pairs(dims: Dims) -> int:
@@ -144,7 +151,13 @@ FLASH_ATTENTION = KernelSpec(
         Scalar("scale", lambda dims: dims["depth"] ** -0.5),
     ),
     constants=("depth",),
-    tunables={"tile_queries": (64, 32, 128), "tile_keys": (64, 32, 128), "warps": (4, 8), "stages": (2, 3)},
+    tunables={
+        "tile_queries": (64, 32, 128),
+        "tile_keys": (64, 32, 128),
+        "warps": (4, 2, 8),
+        "teams": (1, 2, 4),
+        "stages": (2, 3),
+    },
     default=_flash_defaults,
     allows=_flash_allows,
     launch=_flash_launch,
@@ -310,7 +323,10 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             *(_cached(3, 2, 300, window=window) for window in (1, 2, 63, 65, 299, 1000)),
             *(_cached(2, 2, 300, depth=depth) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
         ),
-        bench_dims=tuple(_cached(batch, 12, slots) for batch in (1, 8, 64) for slots in (128, 1024)),
+        bench_dims=(
+            *(_cached(batch, 12, slots) for batch in (1, 8, 64) for slots in (128, 1024)),
+            _cached(256, 12, 128),
+        ),
     )
 
 

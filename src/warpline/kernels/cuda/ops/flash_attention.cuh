@@ -4,7 +4,8 @@
 // It keeps a running maximum, a running sum and the unfinished output of each query in registers and rescales them when
 // the maximum grows (the online softmax). Half precision runs on tensor cores: the scores of a warp's 16 rows leave the
 // first product in just the registers in which the second one takes its left operand. Keys and values of the next step
-// are on their way while this one is computed.
+// are on their way while this one is computed. Where there are few blocks, TEAMS of warps share the keys of a step, each
+// with a softmax of its own, and are merged in order at the end.
 // The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
 // length[b] positions exist; a query beyond them gets zeros. With window > 0 a query sees that many positions, its own
 // included, and keys that nobody in the block can see are never read.
@@ -37,52 +38,38 @@ struct AttentionSpan {
     }
 };
 
-// Half precision, on tensor cores.
-template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int STAGES>
+// Half precision, on tensor cores: TEAMS of WARPS, each with KEYS of a step's keys.
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
 __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
                                              int heads, int queries, int keys, int window, float scale) {
-    constexpr int THREADS = WARPS * WARP, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
+    constexpr int TEAM = WARPS * WARP, THREADS = TEAMS * TEAM, ALL_KEYS = TEAMS * KEYS, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
     constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<T, D>, WIDTH = vector_width<T>(DEPTH);
-    static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0 && (MS > 1 || STAGES * 2 * KEYS >= QUERIES));
-    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    T* ring = dynamic_shared<T>();
+    constexpr int STAGE = 2 * ALL_KEYS * LANE;
+    static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0);
+    const AttentionSpan<QUERIES, ALL_KEYS> span(length, batch, heads, queries, keys, window);
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % WARPS, team = threadIdx.x / TEAM;
+    T* tile_q = dynamic_shared<T>();
+    T* ring = tile_q + QUERIES * LANE;
 
-    // The queries pass through shared memory into fragments. A warp with 16 of them keeps the fragments; with more they
-    // would not fit beside the output, and are loaded again for every tile of keys.
+    // The queries go into fragments. A warp with 16 of them keeps those; with more they would not fit beside the output,
+    // and are loaded again for every tile of keys.
     constexpr bool KEEPS = MS == 1;
-    T* tile_q = KEEPS ? ring : ring + STAGES * 2 * KEYS * LANE;
-    {
-        TileMover<T, QUERIES, D, WIDTH, THREADS> mover(q.rows(span.sequence, span.head), q.row);
-        mover.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
-        mover.deposit(tile_q);
-        end_copy_group();
-        wait_for_copies<0>();
-        __syncthreads();
-    }
-    const auto load_query = [&](unsigned (&f)[4], int m, int d) {
-        load_matrices(f, tile_q + (warp * MS * 16 + m * 16 + lane % 16) * LANE + d * 16 + lane / 16 * 8);
-    };
-    unsigned fq[MS][KEEPS ? D / 16 : 1][4];
-    if constexpr (KEEPS) {
-#pragma unroll
-        for (int d = 0; d < D / 16; ++d) load_query(fq[0][d], 0, d);
-        __syncthreads();
-    }
-
-    using Mover = TileMover<T, KEYS, D, WIDTH, THREADS>;
+    TileMover<T, QUERIES, D, WIDTH, THREADS> move_q(q.rows(span.sequence, span.head), q.row);
+    move_q.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
+    move_q.deposit(tile_q);
+    using Mover = TileMover<T, ALL_KEYS, D, WIDTH, THREADS>;
     constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
     Mover move_k(k.rows(span.sequence, span.head), k.row), move_v(v.rows(span.sequence, span.head), v.row);
     const auto fetch = [&](int step) {
-        T* stage = ring + step % STAGES * (2 * KEYS * LANE);
-        const int first = step * KEYS;
+        T* stage = ring + step % STAGES * STAGE;
+        const int first = step * ALL_KEYS;
         move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
-        move_v.fetch(stage + KEYS * LANE, first * v.row, span.positions - first, DEPTH);
+        move_v.fetch(stage + ALL_KEYS * LANE, first * v.row, span.positions - first, DEPTH);
     };
     const auto deposit = [&](int step) {
-        T* stage = ring + step % STAGES * (2 * KEYS * LANE);
+        T* stage = ring + step % STAGES * STAGE;
         move_k.deposit(stage);
-        move_v.deposit(stage + KEYS * LANE);
+        move_v.deposit(stage + ALL_KEYS * LANE);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -91,6 +78,16 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
             deposit(span.first_step + i);
         }
         end_copy_group();
+    }
+    wait_for_copies<AHEAD - 1>();
+    __syncthreads();
+    const auto load_query = [&](unsigned (&f)[4], int m, int d) {
+        load_matrices(f, tile_q + (warp * MS * 16 + m * 16 + lane % 16) * LANE + d * 16 + lane / 16 * 8);
+    };
+    unsigned fq[MS][KEEPS ? D / 16 : 1][4];
+    if constexpr (KEEPS) {
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d) load_query(fq[0][d], 0, d);
     }
 
     const float factor = scale * LOG2_E;
@@ -102,8 +99,8 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
         __syncthreads();
         if (step + AHEAD < span.last_step) fetch(step + AHEAD);
         end_copy_group();
-        const T* tile_k = ring + step % STAGES * (2 * KEYS * LANE);
-        const T* tile_v = tile_k + KEYS * LANE;
+        const T* tile_k = ring + step % STAGES * STAGE + team * (KEYS * LANE);
+        const T* tile_v = tile_k + ALL_KEYS * LANE;
 
         float score[MS][NS][4] = {};
 #pragma unroll
@@ -124,7 +121,7 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
             }
         }
 
-        const int first_key = step * KEYS;
+        const int first_key = step * ALL_KEYS + team * KEYS;
         const bool all_visible = first_key + KEYS - 1 <= position0 &&
                                  (window <= 0 || first_key > position0 + MS * 16 - 1 - window);
         if (!all_visible) {
@@ -191,6 +188,38 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
             }
         }
         if (step + AHEAD < span.last_step) deposit(step + AHEAD);
+    }
+    if constexpr (TEAMS > 1) {
+        // What a thread has of its team's results: for each of its rows the softmax, and its columns of the output.
+        constexpr int COUNT = 2 + D / 4;
+        float* all = dynamic_shared<float>() + threadIdx.x % TEAM;
+        __syncthreads();  // nobody reads keys and values any more
+        if (team > 0) {
+#pragma unroll
+            for (int i = 0; i < MS * 2; ++i) {
+                const int m = i / 2, half = i % 2;
+                float* own = all + ((team - 1) * MS * 2 + i) * COUNT * TEAM;
+                own[0] = softmax[m][half].largest;
+                own[TEAM] = softmax[m][half].sum;
+#pragma unroll
+                for (int d = 0; d < D / 4; ++d) own[(2 + d) * TEAM] = out[m][d / 2][2 * half + d % 2];
+            }
+        }
+        __syncthreads();
+        if (team > 0) return;
+#pragma unroll
+        for (int i = 0; i < (TEAMS - 1) * MS * 2; ++i) {
+            const int m = i / 2 % MS, half = i % 2;
+            const float* its = all + i * COUNT * TEAM;
+            OnlineSoftmax other{its[0], its[TEAM]};
+            const float rescale = softmax[m][half].raise(other.largest, factor), share = other.raise(softmax[m][half].largest, factor);
+            softmax[m][half].sum += other.sum;
+#pragma unroll
+            for (int d = 0; d < D / 4; ++d) {
+                float& sum = out[m][d / 2][2 * half + d % 2];
+                sum = sum * rescale + share * its[(2 + d) * TEAM];
+            }
+        }
     }
 
 #pragma unroll
@@ -328,14 +357,14 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
 }
 
 // Where there is a cache, the keys and values at the positions of a block's queries go into it: each is some block's.
-template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int STAGES>
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
 __device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
                                                 View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
                                                 float scale) {
     if constexpr (sizeof(T) == 4) {
         flash_plain<DEPTH, QUERIES, KEYS, WARPS>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
     } else {
-        flash_tensor<T, DEPTH, QUERIES, KEYS, WARPS, STAGES>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
+        flash_tensor<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
     }
     if (cache_k.data == nullptr) return;
     constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
@@ -346,7 +375,7 @@ __device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v,
         reinterpret_cast<Pack*>(target)[at] = reinterpret_cast<const Pack*>(from.rows(span.sequence, span.head) + row * from.row)[at];
     };
 #pragma unroll 4
-    for (int i = threadIdx.x; i < QUERIES * VECTORS; i += WARPS * WARP) {
+    for (int i = threadIdx.x; i < QUERIES * VECTORS; i += WARPS * TEAMS * WARP) {
         const int row = span.first_query + i / VECTORS, at = i % VECTORS;
         if (row >= queries) break;
         move(k, cache_k, row, at);

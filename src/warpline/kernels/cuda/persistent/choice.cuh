@@ -53,13 +53,21 @@ class Choice : protected Layers<M> {
 
     __device__ __forceinline__ int first_output() const { return desk.plan.first[HEAD] * TILE_OUTPUTS; }
 
+    // The best candidate of a row that the warps of this block know.
+    __device__ __forceinline__ unsigned long long best_of(int row) const {
+        unsigned long long best = desk.best[row][0];
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp) best = max(best, desk.best[row][warp]);
+        return best;
+    }
+
     // All blocks learn each row's best candidate, which desk.best has of their own, and with filters how far it is below the
     // largest. Two places take turns.
     __device__ __forceinline__ void agree(int turn) {
         Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * CANDIDATE);
         sync_threads<THREADS>();
         if (thread_index() < ROWS) {
-            const unsigned long long best = desk.best[thread_index()];
+            const unsigned long long best = best_of(thread_index());
             Word* own = candidates + (blockIdx.x * ROWS + thread_index()) * CANDIDATE;
             post(own, static_cast<unsigned>(best), tag);
             post(own + 1, static_cast<unsigned>(best >> 32), tag);
@@ -75,11 +83,13 @@ class Choice : protected Layers<M> {
         unsigned long long best = 0, found = 0;
         unsigned distance = 0;
         const int thread = thread_index();
-        gather<EACH * PAIRS, 4>([&](int i) {
+        auto asked = gather<EACH * PAIRS, 4>([&](int i) {
             // A thread without one of its own takes one of the same row again.
             const int at = thread + i / PAIRS * THREADS, last = (M::BLOCKS - 1) * ROWS + thread % ROWS;
             return candidates + CANDIDATE * min(at, last) + i % PAIRS * 2;
-        }).finish(tag, desk.dog, [&](int i, const Pair& pair) {
+        });
+        asked.ask();
+        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
             if (i % PAIRS == 0) {
                 found = static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0);
                 best = max(best, found);
@@ -90,10 +100,10 @@ class Choice : protected Layers<M> {
         const unsigned long long own = best;
 #pragma unroll
         for (int other = WARP / 2; other >= ROWS; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
-        if (thread % WARP < ROWS) atomicMax(desk.best + thread % ROWS, best);
+        if (thread % WARP < ROWS) desk.best[thread % ROWS][thread / WARP] = best;
         sync_threads<THREADS>();
         if constexpr (M::FILTERS) {
-            if (own == desk.best[thread % ROWS]) desk.rows[thread % ROWS].distance = distance;  // all who have it say the same
+            if (own == best_of(thread % ROWS)) desk.rows[thread % ROWS].distance = distance;  // all who have it say the same
             sync_threads<THREADS>();
         }
     }
@@ -130,7 +140,7 @@ class Choice : protected Layers<M> {
         }
     }
 
-    // The best of what f(which, score) makes of a row's scores joins desk.best.
+    // The best of what f(which, score) makes of a row's scores, into desk.best.
     template <typename F>
     __device__ __forceinline__ void take_best(int row, F f) {
         unsigned long long best = 0;
@@ -138,7 +148,7 @@ class Choice : protected Layers<M> {
         __syncwarp();
 #pragma unroll
         for (int other = WARP / 2; other > 0; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
-        if (thread_index() % WARP == 0) atomicMax(desk.best + row, best);
+        if (thread_index() % WARP == 0) desk.best[row][thread_index() / WARP] = best;
     }
 
     // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. Added in one order; the
@@ -159,9 +169,11 @@ class Choice : protected Layers<M> {
         sync_threads<THREADS>();
         if (thread < 2 * ROWS) post(sums + blockIdx.x * (2 * ROWS) + thread, __float_as_uint(sum_of<WARPS>(desk.sums[thread])), tag);
         float total[2] = {};
-        gather<ceil_div(M::BLOCKS * ROWS, THREADS), 4>([&](int i) {
+        auto asked = gather<ceil_div(M::BLOCKS * ROWS, THREADS), 4>([&](int i) {
             return sums + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * ROWS + thread % ROWS);
-        }).finish(tag, desk.dog, [&](int i, const Pair& pair) {
+        });
+        asked.ask();
+        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
             if (thread + i * THREADS >= M::BLOCKS * ROWS) return;
             total[0] += __uint_as_float(pair.payload(0));
             total[1] += __uint_as_float(pair.payload(1));
@@ -239,9 +251,11 @@ class Choice : protected Layers<M> {
             sync_threads<THREADS>();
             for (int i = thread; i < ROWS * DIGITS; i += THREADS) post(digits + blockIdx.x * (ROWS * DIGITS) + i, desk.counts[i], tag);
             int sum[2] = {};
-            gather<ceil_div(M::BLOCKS * PER_BLOCK, THREADS), 8>([&](int i) {
+            auto asked = gather<ceil_div(M::BLOCKS * PER_BLOCK, THREADS), 8>([&](int i) {
                 return digits + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * PER_BLOCK + thread % PER_BLOCK);
-            }).finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            });
+        asked.ask();
+        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
                 if (thread + i * THREADS >= M::BLOCKS * PER_BLOCK) return;
                 sum[0] += pair.payload(0);
                 sum[1] += pair.payload(1);
@@ -281,7 +295,7 @@ class Choice : protected Layers<M> {
         if (!draws) return;
         if (thread_index() < ROWS) {
             Row& r = desk.rows[thread_index()];
-            r.largest = value_of(desk.best[thread_index()]);
+            r.largest = value_of(best_of(thread_index()));
             r.odd = !isfinite(r.largest);
             r.line = r.span = NOTHING;
             r.drawn = !(r.coolness > 0.f) || !r.active || r.odd;
@@ -293,7 +307,6 @@ class Choice : protected Layers<M> {
             if (r.floor > -64.f) r.line = min(r.line, distance_of(0.f, r.floor) + 1);
         }
         for (int turn = 1;; ++turn) {
-            if (thread_index() < ROWS && !desk.rows[thread_index()].drawn) desk.best[thread_index()] = 0;
             sync_threads<THREADS>();
             draw(turn);
             bool checks = false;
@@ -331,8 +344,9 @@ class Choice : protected Layers<M> {
             });
             sync_threads<THREADS>();
             // Whoever has the block's best knows how far it is.
+            const int likeliest = output_of(best_of(row));
             each_score(row, [&](int own, float score) {
-                if (first_output() + own == output_of(desk.best[row])) r.distance = distance_of(r.largest, score);
+                if (first_output() + own == likeliest) r.distance = distance_of(r.largest, score);
             });
         }
         agree(turn);

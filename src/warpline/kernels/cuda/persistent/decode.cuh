@@ -24,7 +24,7 @@ class Decode : Choice<M> {
     using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
     using typename Place::T, typename Place::TileOf, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
-    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::ask_for_rows, Layer::normalise, Layer::set_part;
+    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::set_part;
     using Layer::run_layer;
     using Ending::head, Ending::agree, Ending::choose, Ending::first_output;
 
@@ -68,7 +68,7 @@ class Decode : Choice<M> {
             Row& r = desk.rows[thread];
             r.banned = r.stops && r.length < r.least ? a.eos : -1;
             r.key = r.coolness > 0.f ? a.noise[thread * a.capacity + min(r.length, a.capacity - 1)] : 0;
-            desk.best[thread] = 0;
+            desk.unit[0][thread] = desk.unit[1][thread] = 1.f;
         }
         if (thread == WARP) {
             int longest = 1;
@@ -92,7 +92,7 @@ class Decode : Choice<M> {
         const int row = thread_index();
         if (row < ROWS && desk.rows[row].active) {
             Row& r = desk.rows[row];
-            const unsigned long long best = desk.best[row];
+            const unsigned long long best = this->best_of(row);
             r.token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
             if (r.length < r.known) r.token = static_cast<int>(a.tokens[row * a.capacity + r.length]);
             if constexpr (M::FILTERS) this->see(row, r.token);
@@ -110,17 +110,15 @@ class Decode : Choice<M> {
 
    public:
     __device__ __forceinline__ void run() {
-        constexpr int UNITS[4] = {M::QKV_UNITS, M::OUT_UNITS, M::FC_UNITS, M::PROJ_UNITS};
-        constexpr int AT[4] = {2 * WIDTH, 5 * WIDTH, 8 * WIDTH, 8 * WIDTH + INNER}, OUTPUTS[4] = {3 * WIDTH, WIDTH, INNER, WIDTH};
         for (layer = 0; layer < M::LAYERS; ++layer) {
-            int base = layer * BIASES;
 #pragma unroll
-            for (int stage = 0; stage < 4; ++stage) {
-                for (int i = thread_index(); i < desk.plan.units[stage] * TILE_OUTPUTS; i += THREADS) {
-                    const int output = desk.plan.first[stage] * TILE_OUTPUTS + i;
-                    desk.bias[base + i] = output < OUTPUTS[stage] ? vectors(AT[stage])[output] : from_float<T>(0.f);
+            for (int i = 0; i < 2; ++i) {
+                const Stage stage = i == 0 ? OUT : PROJ;
+                T* target = desk.bias + layer * BIASES + i * M::OUT_UNITS * TILE_OUTPUTS;
+                for (int own = thread_index(); own < desk.plan.units[stage] * TILE_OUTPUTS; own += THREADS) {
+                    const int output = desk.plan.first[stage] * TILE_OUTPUTS + own;
+                    target[own] = output < WIDTH ? vectors((1 + 2 * i) * WIDTH)[output] : from_float<T>(0.f);
                 }
-                base += UNITS[stage] * TILE_OUTPUTS;
             }
         }
         look_up_rows();
@@ -139,7 +137,8 @@ class Decode : Choice<M> {
             if (thread_index() == 0) desk.dog.turn = tag;
             run_layer();
         }
-        auto rows = ask_for_rows(words_before() + END_AT);
+        auto rows = rows_at(words_before() + END_AT);
+        rows.ask(cycles(), M::PAUSE_ROWS);
         normalise(vectors(0), vectors(WIDTH), tag - 1, rows);
         sync_threads<THREADS>();  // here every warp needs all columns
         stamp();
@@ -161,7 +160,7 @@ class Decode : Choice<M> {
                 if (r.coolness > 0.f) value = value * r.coolness + gumbel_noise(r.key, output);
                 mine[i] = max(mine[i], candidate(value, output));
             });
-            TileOf::results(thread_index(), [&](int i, int, int row) { atomicMax(desk.best + row, mine[i]); });
+            TileOf::most(mine, [&](int row, unsigned long long best) { desk.best[row][thread_index() / WARP] = best; });
             stamp();
             agree(token);
             ++tag;

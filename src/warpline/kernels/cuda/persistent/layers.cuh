@@ -1,156 +1,23 @@
 // One layer of the persistent decode kernel: its five stages, from the rows that the layer before posted to its own.
 #pragma once
 #include "ops/gelu.cuh"
-#include "persistent/layout.cuh"
+#include "persistent/stages.cuh"
 
 namespace warpline {
 
-enum Stage { QKV, OUT, FC, PROJ, HEAD };
-
 template <typename M>
-class Layers : protected Layout<M> {
+class Layers : protected Stages<M> {
    protected:
     using Place = Layout<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
-    using Place::DEPTH, Place::PER, Place::BIASES, Place::SLAB, Place::INNER_SLAB, Place::PITCH, Place::HEAD_WORDS;
-    using Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT, Place::FC_AT, Place::END_AT, Place::TURN;
-    using typename Place::T, typename Place::TileOf, typename Place::Attention, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
+    using Base = Stages<M>;
+    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS, Place::DEPTH, Place::PER, Place::SLAB, Place::INNER_SLAB;
+    using Place::PITCH, Place::HEAD_WORDS, Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT, Place::FC_AT, Place::END_AT;
+    using typename Place::T, typename Place::Attention, typename Place::Row, typename Base::Lines;
     template <int INPUTS, int UNITS>
     using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
-
-    const typename M::Arguments& a;
-    Desk& desk;
-    TapeOf tape;
-    unsigned tag;
-    int splits, layer, stamped = 0;
-
-    __device__ __forceinline__ Layers(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
-        : a(arguments),
-          desk(desk),
-          tape(arguments.tape + static_cast<long long>(desk.plan.tape) * THREADS, desk.plan.steps, ring),
-          tag(arguments.tag) {}
-
-    // The words of this turn, and those of the turn before.
-    __device__ __forceinline__ Word* words() const { return a.words + (M::OBSERVED ? layer : tag % 2) * TURN; }
-    __device__ __forceinline__ const Word* words_before() const {
-        return a.words + (M::OBSERVED ? layer - 1 : (tag - 1) % 2) * TURN;
-    }
-
-    __device__ __forceinline__ void stamp() {
-        if constexpr (M::STAMPS) {
-            if (thread_index() == 0) a.stamps[static_cast<long long>(blockIdx.x) * M::STAMPS + stamped % M::STAMPS] = clock64();
-            ++stamped;
-        }
-    }
-
-    static __device__ __forceinline__ unsigned packed(const float (&value)[PER]) {
-        if constexpr (PER == 2) return pack_pair<T>(value[0], value[1]);
-        else return __float_as_uint(value[0]);
-    }
-
-    // Two neighbours of a vector that every block needs in every token.
-    static __device__ __forceinline__ Vec<T, 2> load_pair(const T* vector, int index) {
-        const auto* at = reinterpret_cast<const unsigned*>(vector) + index * (2 / PER);
-        Vec<unsigned, 2 / PER> bits;
-#pragma unroll
-        for (int i = 0; i < 2 / PER; ++i) bits.at[i] = load_kept(at + i);
-        return reinterpret_cast<const Vec<T, 2>&>(bits);
-    }
-
-    // Of every row a warp has SLAB columns, and of those each lane some pairs of neighbours.
-    static constexpr int EACH = ceil_div(SLAB / 2, WARP), AT_ONCE = ROWS > 2 ? 8 : 4;
-    static __device__ __forceinline__ int column_of(int i) {
-        const int within = 2 * (thread_index() % WARP + i * WARP), column = thread_index() / WARP * SLAB + within;
-        return (SLAB / 2 % WARP == 0 || within < SLAB) && (WARPS * SLAB == WIDTH || column < WIDTH) ? column : -1;
-    }
-
-    // The residual rows as the stage before posted them.
-    static __device__ __forceinline__ auto ask_for_rows(const Word* from) {
-        return gather<ROWS * EACH, AT_ONCE>([from](int i) { return from + i / EACH * WIDTH + max(column_of(i % EACH), 0); });
-    }
-
-    // LayerNorm of the rows into desk.h, which also get their place in desk.x. load(v) has this lane's pairs.
-    template <typename Load>
-    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, Load load) {
-        Vec<T, 2> scale[EACH], shift[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            scale[i] = load_pair(gamma, max(column_of(i), 0) / 2);
-            shift[i] = load_pair(beta, max(column_of(i), 0) / 2);
-        }
-        float v[ROWS * EACH][2], sums[2 * ROWS] = {};  // of each row, then the squares of each row
-        load(v);
-#pragma unroll
-        for (int i = 0; i < ROWS * EACH; ++i) {
-            const int column = column_of(i % EACH), row = i / EACH;
-            if (column < 0) continue;
-            sums[row] += v[i][0] + v[i][1];
-            sums[ROWS + row] += v[i][0] * v[i][0] + v[i][1] * v[i][1];
-            *reinterpret_cast<Vec<float, 2>*>(desk.x + row * WIDTH + column) = {v[i][0], v[i][1]};
-        }
-        constexpr int SHARE = WARP / (2 * ROWS);  // lanes that end with the same sum
-        const int lane = thread_index() % WARP;
-        const float sum = scatter_sums(sums);
-        if (lane % SHARE == 0) desk.sums[lane / SHARE][thread_index() / WARP] = sum;
-        sync_threads<THREADS>();
-        const float total = sum_of<WARPS>(desk.sums[lane % (2 * ROWS)]);
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            const float mean = __shfl_sync(0xffffffffu, total, row) * (1.f / WIDTH);
-            const float square = __shfl_sync(0xffffffffu, total, ROWS + row) * (1.f / WIDTH);
-            const float inverse = rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const int column = column_of(i);
-                if (column < 0) continue;
-                Vec<T, 2> result;
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    result.at[j] = from_float<T>((v[row * EACH + i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]));
-                }
-                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + column) = result;
-            }
-        }
-        __syncwarp();
-    }
-
-    template <typename Rows>
-    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, unsigned its_tag, Rows& asked) {
-        normalise(gamma, beta, [&](auto& v) {
-            asked.finish(its_tag, desk.dog, [&](int i, const Pair& pair) {
-                v[i][0] = __uint_as_float(pair.payload(0));
-                v[i][1] = __uint_as_float(pair.payload(1));
-            });
-        });
-    }
-
-    __device__ __forceinline__ const T* vectors(int which) const { return a.vectors + (static_cast<long long>(layer) * (9 * WIDTH + INNER) + which); }
-
-    // Where the sums of a stage meet.
-    template <Stage STAGE>
-    __device__ __forceinline__ float* partial() const { return STAGE % 2 ? desk.other_partial : desk.partial; }
-
-    // A stage's outputs, with bias, PER to a thread: f(output, row, values).
-    template <Stage STAGE, int BIAS_AT, typename P, typename F>
-    __device__ __forceinline__ void outputs(F f) {
-        P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
-#pragma unroll
-            for (int j = 0; j < PER; ++j) value[j] += to_float(desk.bias[layer * BIASES + BIAS_AT + output + j]);
-            f(desk.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
-        });
-    }
-
-    template <Stage STAGE, int BIAS_AT, typename P>
-    __device__ __forceinline__ void post_residual(int at) {
-        outputs<STAGE, BIAS_AT, P>([&](int output, int row, float (&value)[PER]) {
-#pragma unroll
-            for (int j = 0; j < PER; ++j) {
-                post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
-            }
-        });
-    }
-
-    // --- the stages ---
+    using Base::a, Base::desk, Base::tape, Base::tag, Base::splits, Base::layer, Base::EACH, Base::AT_ONCE;
+    using Base::words, Base::words_before, Base::stamp, Base::packed, Base::column_of, Base::rows_at, Base::vectors, Base::scale_rows, Base::leave_late;
+    using Base::Base;
 
     __device__ __forceinline__ Part part_of(int index) const {
         const int split = index % splits, head = index / splits % HEADS, row = index / (splits * HEADS);
@@ -203,8 +70,9 @@ class Layers : protected Layout<M> {
         if (i > 0) begin_attention();
     }
 
-    // The heads' outputs, as far as they are this warp's columns, into desk.h.
-    __device__ __forceinline__ void gather_attention() {
+    // The heads' outputs, as far as they are this warp's columns, into desk.h. Who has attended to a head comes late enough.
+    __device__ __forceinline__ void gather_attention(unsigned begun) {
+        const unsigned pause = desk.parts == 0 ? M::PAUSE_HEADS : 0;
         constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS;  // of words, of a row and of all
         constexpr int LANES = MINE < WARP && WARP % MINE == 0 ? MINE : WARP;
         const int lane = thread_index() % WARP, slab = thread_index() / WARP * SLAB;
@@ -223,11 +91,14 @@ class Layers : protected Layout<M> {
             if (s.own) *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + s.row * PITCH + s.column) = bits;
         };
         if (splits == 1) {
-            gather<ceil_div(MINE, LANES), 4>([&](int i) {
+            auto heads = gather<ceil_div(MINE, LANES), 4>([&](int i) {
                 const Spot s = spot(i);
                 return s.head + s.column % DEPTH / PER;
-            }).finish(tag, desk.dog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
+            });
+            heads.ask(begun, pause);
+            heads.finish(tag, desk.dog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
         } else {
+            while (cycles() - begun < pause) continue;
 #pragma unroll 1
             for (int i = 0; i < ceil_div(MINE, LANES); ++i) leave(spot(i), merged<LANES>(spot(i).head, spot(i).column % DEPTH / PER));
         }
@@ -286,7 +157,7 @@ class Layers : protected Layout<M> {
         const int within = thread_index() % WARP + i * WARP, column = thread_index() / WARP * INNER_SLAB + within * (2 * PER);
         return (HIDDEN_PAIRS % WARP == 0 || within < HIDDEN_PAIRS) && (WARPS * INNER_SLAB == INNER || column < INNER) ? column : -1;
     }
-    __device__ __forceinline__ auto ask_for_hidden() const {
+    __device__ __forceinline__ auto hidden_words() const {
         const Word* from = words() + FC_AT;
         return gather<ROWS * HIDDEN_EACH, AT_ONCE>([from](int i) {
             return from + (i / HIDDEN_EACH * INNER + max(hidden_column(i % HIDDEN_EACH), 0)) / PER;
@@ -316,24 +187,25 @@ class Layers : protected Layout<M> {
         }
     }
 
-    // A layer. What is asked of other blocks is asked first; the weights come into registers while it comes.
+    // A layer. What a stage can do alone it does before it asks the others.
     __device__ __forceinline__ void run_layer() {
         {
             ProductOf<WIDTH, M::QKV_UNITS> qkv;
-            const T *gamma = vectors(0), *beta = vectors(WIDTH);
+            const unsigned begun = cycles();
+            begin_attention();
+            const Lines line = this->template first_lines<QKV>();
+            qkv.begin(tape, desk.plan.units[QKV]);
+            float sums[2 * ROWS];
             if (layer > 0) {
-                auto rows = ask_for_rows(words_before() + END_AT);
-                begin_attention();
-                qkv.begin(tape, desk.plan.units[QKV]);
-                normalise(gamma, beta, tag - 1, rows);
+                auto rows = rows_at(words_before() + END_AT);
+                rows.ask(begun, M::PAUSE_ROWS);
+                scale_rows(vectors(0), 0, sums, tag - 1, rows);
             } else {
-                begin_attention();
-                qkv.begin(tape, desk.plan.units[QKV]);
-                normalise(gamma, beta, [&](auto& v) { embed(v); });
+                scale_rows(vectors(0), 0, sums, [&](auto& v) { embed(v); });
             }
             stamp();
-            qkv.finish(tape, desk.h, PITCH, partial<QKV>());
-            outputs<QKV, 0, decltype(qkv)>([&](int output, int row, float (&value)[PER]) {
+            qkv.finish(tape, desk.h, PITCH, this->template partial<QKV>(), [&] { leave_late(sums); });
+            this->template normal_outputs<QKV, decltype(qkv)>(0, line, [&](int output, int row, float (&value)[PER]) {
                 post(words() + QKV_AT + (row * 3 * WIDTH + output) / PER, packed(value), tag);
             });
             stamp();
@@ -342,21 +214,26 @@ class Layers : protected Layout<M> {
         stamp();
         {
             ProductOf<WIDTH, M::OUT_UNITS> out;
+            const unsigned begun = cycles();
             out.begin(tape, desk.plan.units[OUT]);
-            gather_attention();
+            gather_attention(begun);
             stamp();
-            out.finish(tape, desk.h, PITCH, partial<OUT>());
-            post_residual<OUT, M::QKV_UNITS * TILE_OUTPUTS, decltype(out)>(MIDDLE_AT);
+            out.finish(tape, desk.h, PITCH, this->template partial<OUT>());
+            this->template post_residual<OUT, 0, decltype(out)>(MIDDLE_AT);
             stamp();
         }
         {
             ProductOf<WIDTH, M::FC_UNITS> fc;
-            auto rows = ask_for_rows(words() + MIDDLE_AT);
+            const unsigned begun = cycles();
+            const Lines line = this->template first_lines<FC>();
             fc.begin(tape, desk.plan.units[FC]);
-            normalise(vectors(6 * WIDTH), vectors(7 * WIDTH), tag, rows);
+            float sums[2 * ROWS];
+            auto rows = rows_at(words() + MIDDLE_AT);
+            rows.ask(begun, M::PAUSE_MIDDLE);
+            scale_rows(vectors(2 * WIDTH), 1, sums, tag, rows);
             stamp();
-            fc.finish(tape, desk.h, PITCH, partial<FC>());
-            outputs<FC, (M::QKV_UNITS + M::OUT_UNITS) * TILE_OUTPUTS, decltype(fc)>([&](int output, int row, float (&value)[PER]) {
+            fc.finish(tape, desk.h, PITCH, this->template partial<FC>(), [&] { leave_late(sums); });
+            this->template normal_outputs<FC, decltype(fc)>(1, line, [&](int output, int row, float (&value)[PER]) {
 #pragma unroll
                 for (int j = 0; j < PER; ++j) value[j] = gelu_of<false>(value[j]);
                 post(words() + FC_AT + (row * INNER + output) / PER, packed(value), tag);
@@ -365,12 +242,14 @@ class Layers : protected Layout<M> {
         }
         {
             ProductOf<INNER, M::PROJ_UNITS> proj;
-            auto hidden = ask_for_hidden();
+            const unsigned begun = cycles();
             proj.begin(tape, desk.plan.units[PROJ]);
+            auto hidden = hidden_words();
+            hidden.ask(begun, M::PAUSE_HIDDEN);
             gather_hidden(hidden);
             stamp();
-            proj.finish(tape, desk.h, PITCH, partial<PROJ>());
-            post_residual<PROJ, (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS) * TILE_OUTPUTS, decltype(proj)>(END_AT);
+            proj.finish(tape, desk.h, PITCH, this->template partial<PROJ>());
+            this->template post_residual<PROJ, M::OUT_UNITS * TILE_OUTPUTS, decltype(proj)>(END_AT);
             stamp();
         }
     }

@@ -14,7 +14,8 @@ struct BlockPlan {
 };
 
 // M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
-//   vectors   LayerNorms and biases, layer by layer in the order of the checkpoint, then the last LayerNorm
+//   vectors   of each layer ln_1's gamma, the out-projection's bias, ln_2's gamma, the projection's bias; then ln_f
+//   lines     slope and level (see layers.cuh) of each layer's outputs of QKV and of FC
 //   k, v      [layer, row, head, slot, depth], `cache_rows` rows of `capacity` slots
 //   logits    [row, vocab], where the launch is to leave them instead of choosing a token
 //   patience  of a wait, in nanoseconds
@@ -29,7 +30,7 @@ struct Layout {
 
     // --- shared memory ---
 
-    static constexpr int BIASES = (M::QKV_UNITS + M::OUT_UNITS + M::FC_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;
+    static constexpr int BIASES = (M::OUT_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;  // of a layer
     template <int INPUTS, int UNITS>
     using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS>;
     static constexpr int SLAB = ProductOf<WIDTH, 1>::SLAB, INNER_SLAB = ProductOf<INNER, 1>::SLAB;  // a warp's columns
@@ -61,10 +62,11 @@ struct Layout {
         alignas(16) float partial[most(M::QKV_UNITS, M::FC_UNITS) * SUMS];       // stages take turns, so that one
         alignas(16) float other_partial[most(M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
         alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
+        float unit[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
         typename Attention::Shared attention;
         T bias[M::LAYERS * BIASES];
         BlockPlan plan;
-        unsigned long long best[ROWS];
+        unsigned long long best[ROWS][WARPS];  // candidates, the best that each warp knows
         float scores[M::FILTERS ? ROWS * SCORES : 1];
         unsigned seen[M::FILTERS ? ROWS * SEEN : 1];
         int counts[M::FILTERS ? ROWS * DIGITS : 1];

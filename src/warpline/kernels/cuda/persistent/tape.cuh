@@ -55,6 +55,15 @@ struct TileSums {
         f(0, output, row);
         f(1, output + 1, row);
     }
+    // The largest of the warp's results, for each row: f(row, largest), by one lane.
+    template <typename F>
+    static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
+        unsigned long long largest = max(result[0], result[1]);
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        const int lane = thread_index() % WARP;
+        if (lane % 4 == 0 && lane / 4 < ROWS) f(lane / 4, largest);
+    }
 };
 
 template <int ROWS>
@@ -91,6 +100,16 @@ struct TileSums<float, ROWS> {
         if (thread % 4 != 0) return;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) f(row, thread % WARP / 4, row);
+    }
+    template <typename F>
+    static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            unsigned long long largest = result[row];
+#pragma unroll
+            for (int other = WARP / 2; other >= 4; other /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+            if (thread_index() % WARP == 0) f(row, largest);
+        }
     }
 };
 
@@ -264,8 +283,9 @@ class Product {
         tape.take(held, steps);
     }
 
-    template <typename Tape>
-    __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
+    // `also` is done before the warps meet.
+    template <typename Tape, typename Also>
+    __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial, Also also) {
         const int thread = thread_index();
         x = Sums::lane_of(thread, x, pitch) + thread / WARP * SLAB;
         constexpr int STRIDE = Sums::INPUTS, KEPT = ROWS * STEPS <= 4 ? STEPS : 0;
@@ -295,7 +315,12 @@ class Product {
                 }
             }
         }
+        also();
         sync_threads<WARPS * WARP>();
+    }
+    template <typename Tape>
+    __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
+        finish(tape, x, pitch, partial, [] {});
     }
 
     // The finished sums, PER neighbouring outputs of a row to a thread: f(first output within the block, row, values).

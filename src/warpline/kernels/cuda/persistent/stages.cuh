@@ -1,0 +1,227 @@
+// What the stages of the persistent decode kernel have in common: rows that are exchanged, LayerNorm, a stage's outputs.
+#pragma once
+#include "persistent/layout.cuh"
+
+namespace warpline {
+
+enum Stage { QKV, OUT, FC, PROJ, HEAD };
+
+template <typename M>
+class Stages : protected Layout<M> {
+   protected:
+    using Place = Layout<M>;
+    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::PER, Place::BIASES, Place::SLAB, Place::PITCH, Place::TURN;
+    using typename Place::T, typename Place::Desk, typename Place::Ring, typename Place::TapeOf;
+
+    const typename M::Arguments& a;
+    Desk& desk;
+    TapeOf tape;
+    unsigned tag;
+    int splits, layer, stamped = 0;
+
+    __device__ __forceinline__ Stages(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
+        : a(arguments),
+          desk(desk),
+          tape(arguments.tape + static_cast<long long>(desk.plan.tape) * THREADS, desk.plan.steps, ring),
+          tag(arguments.tag) {}
+
+    // The words of this turn, and those of the turn before.
+    __device__ __forceinline__ Word* words() const { return a.words + (M::OBSERVED ? layer : tag % 2) * TURN; }
+    __device__ __forceinline__ const Word* words_before() const {
+        return a.words + (M::OBSERVED ? layer - 1 : (tag - 1) % 2) * TURN;
+    }
+
+    __device__ __forceinline__ void stamp() {
+        if constexpr (M::STAMPS) {
+            if (thread_index() == 0) a.stamps[static_cast<long long>(blockIdx.x) * M::STAMPS + stamped % M::STAMPS] = clock64();
+            ++stamped;
+        }
+    }
+
+    static __device__ __forceinline__ unsigned packed(const float (&value)[PER]) {
+        if constexpr (PER == 2) return pack_pair<T>(value[0], value[1]);
+        else return __float_as_uint(value[0]);
+    }
+
+    // Two neighbours of a vector that every block needs in every token.
+    static __device__ __forceinline__ Vec<T, 2> load_pair(const T* vector, int index) {
+        const auto* at = reinterpret_cast<const unsigned*>(vector) + index * (2 / PER);
+        Vec<unsigned, 2 / PER> bits;
+#pragma unroll
+        for (int i = 0; i < 2 / PER; ++i) bits.at[i] = load_kept(at + i);
+        return reinterpret_cast<const Vec<T, 2>&>(bits);
+    }
+
+    // Of every row a warp has SLAB columns, and of those each lane some pairs of neighbours.
+    static constexpr int EACH = ceil_div(SLAB / 2, WARP), AT_ONCE = ROWS > 2 ? 8 : 4;
+    static __device__ __forceinline__ int column_of(int i) {
+        const int within = 2 * (thread_index() % WARP + i * WARP), column = thread_index() / WARP * SLAB + within;
+        return (SLAB / 2 % WARP == 0 || within < SLAB) && (WARPS * SLAB == WIDTH || column < WIDTH) ? column : -1;
+    }
+
+    // The residual rows as the stage before posted them.
+    static __device__ __forceinline__ auto rows_at(const Word* from) {
+        return gather<ROWS * EACH, AT_ONCE>([from](int i) { return from + i / EACH * WIDTH + max(column_of(i % EACH), 0); });
+    }
+
+    // --- LayerNorm ---
+    // In a layer it is done behind the product, not before: W (gamma (x - mean) / deviation + beta) + bias is
+    // (W gamma x - mean slope) / deviation + level, where slope = W gamma and level = W beta + bias are the output's own. So
+    // a warp multiplies its columns of x as soon as it has them, and what each knows of mean and deviation meets where the
+    // sums of the product meet. What is multiplied is gamma x times a power of two that the last deviation suggests, so
+    // that it has the size of a normal row whatever the size of x; being a power of two, it changes no bit of the result.
+
+    // Sums of a few rows wait in registers until the products are done; of more there would be too many.
+    static constexpr bool LATE = ROWS <= 2;
+
+    // This lane's pairs, which load(v) has, into desk.h and desk.x; `sums` is what they add to the row and to its squares.
+    template <typename Load>
+    __device__ __forceinline__ void scale_rows(const T* gamma, int which, float (&sums)[2 * ROWS], Load load) {
+        Vec<T, 2> scale[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) scale[i] = load_pair(gamma, max(column_of(i), 0) / 2);
+        float v[ROWS * EACH][2];
+        load(v);
+#pragma unroll
+        for (int i = 0; i < ROWS * EACH; ++i) {
+            const int column = column_of(i % EACH), row = i / EACH;
+            if (column < 0) continue;
+            const float unit = desk.unit[which][row];
+            Vec<T, 2> result;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) result.at[j] = from_float<T>(v[i][j] * to_float(scale[i % EACH].at[j]) * unit);
+            *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + column) = result;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int row = 0; row < 2 * ROWS; ++row) sums[row] = 0.f;
+#pragma unroll
+        for (int i = 0; i < ROWS * EACH; ++i) {
+            const int column = column_of(i % EACH), row = i / EACH;
+            if (column < 0) continue;
+            sums[row] += v[i][0] + v[i][1];
+            sums[ROWS + row] += v[i][0] * v[i][0] + v[i][1] * v[i][1];
+            *reinterpret_cast<Vec<float, 2>*>(desk.x + row * WIDTH + column) = {v[i][0], v[i][1]};
+        }
+        if constexpr (!LATE) leave_sums(sums);
+    }
+    template <typename Rows>
+    __device__ __forceinline__ void scale_rows(const T* gamma, int which, float (&sums)[2 * ROWS], unsigned its_tag, Rows& asked) {
+        scale_rows(gamma, which, sums, [&](auto& v) { take_rows(v, its_tag, asked); });
+    }
+    template <typename V, typename Rows>
+    __device__ __forceinline__ void take_rows(V& v, unsigned its_tag, Rows& asked) {
+        asked.finish(its_tag, desk.dog, [&](int i, const Pair& pair) {
+            v[i][0] = __uint_as_float(pair.payload(0));
+            v[i][1] = __uint_as_float(pair.payload(1));
+        });
+    }
+
+    // The warp's sums to where those of all warps meet.
+    __device__ __forceinline__ void leave_sums(float (&sums)[2 * ROWS]) {
+        constexpr int SHARE = WARP / (2 * ROWS);  // lanes that end with the same sum
+        const int lane = thread_index() % WARP;
+        const float sum = scatter_sums(sums);
+        if (lane % SHARE == 0) desk.sums[lane / SHARE][thread_index() / WARP] = sum;
+    }
+    __device__ __forceinline__ void leave_late(float (&sums)[2 * ROWS]) {
+        if constexpr (LATE) leave_sums(sums);
+    }
+    __device__ __forceinline__ float inverse_deviation(float mean, float square) const {
+        return rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
+    }
+
+    // Slope and level of PER outputs, in turn; the first that a thread needs are asked for long before.
+    using Lines = Vec<float, 2 * PER>;
+    template <Stage STAGE>
+    __device__ __forceinline__ Lines lines(int output) const {
+        const long long at = static_cast<long long>(layer) * (3 * WIDTH + INNER) + (STAGE == FC ? 3 * WIDTH : 0);
+        const auto* from = reinterpret_cast<const unsigned*>(a.lines) + 2 * (at + desk.plan.first[STAGE] * TILE_OUTPUTS + output);
+        Lines found;
+#pragma unroll
+        for (int i = 0; i < 2 * PER; ++i) found.at[i] = __uint_as_float(load_kept(from + i));
+        return found;
+    }
+    template <Stage STAGE>
+    __device__ __forceinline__ Lines first_lines() const {
+        const int output = thread_index() / ROWS * PER;
+        return output < desk.plan.units[STAGE] * TILE_OUTPUTS ? lines<STAGE>(output) : Lines{};
+    }
+
+    // The outputs of a stage that begins with a LayerNorm, PER to a thread: f(output, row, values).
+    template <Stage STAGE, typename P, typename F>
+    __device__ __forceinline__ void normal_outputs(int which, const Lines& first, F f) {
+        P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
+            const float mean = sum_of<WARPS>(desk.sums[row]) * (1.f / WIDTH);
+            const float inverse = inverse_deviation(mean, sum_of<WARPS>(desk.sums[ROWS + row]) * (1.f / WIDTH));
+            const float back = __uint_as_float(0x7f000000u - __float_as_uint(desk.unit[which][row]));  // 1 / unit
+            const Lines line = output == thread_index() / ROWS * PER ? first : lines<STAGE>(output);
+#pragma unroll
+            for (int j = 0; j < PER; ++j) value[j] = (value[j] * back - mean * line.at[2 * j]) * inverse + line.at[2 * j + 1];
+            f(desk.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
+            if (output == 0) desk.unit[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
+        });
+    }
+
+    // Before the LM head, of which every warp needs all columns, LayerNorm is done at once: into desk.h, and desk.x.
+    template <typename Rows>
+    __device__ __forceinline__ void normalise(const T* gamma, const T* beta, unsigned its_tag, Rows& asked) {
+        Vec<T, 2> scale[EACH], shift[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            scale[i] = load_pair(gamma, max(column_of(i), 0) / 2);
+            shift[i] = load_pair(beta, max(column_of(i), 0) / 2);
+        }
+        float v[ROWS * EACH][2], sums[2 * ROWS] = {};  // of each row, then the squares of each row
+        take_rows(v, its_tag, asked);
+#pragma unroll
+        for (int i = 0; i < ROWS * EACH; ++i) {
+            if (column_of(i % EACH) < 0) continue;
+            sums[i / EACH] += v[i][0] + v[i][1];
+            sums[ROWS + i / EACH] += v[i][0] * v[i][0] + v[i][1] * v[i][1];
+        }
+        leave_sums(sums);
+        sync_threads<THREADS>();
+        const int lane = thread_index() % WARP;
+        const float total = sum_of<WARPS>(desk.sums[lane % (2 * ROWS)]);
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const float mean = __shfl_sync(0xffffffffu, total, row) * (1.f / WIDTH);
+            const float square = __shfl_sync(0xffffffffu, total, ROWS + row) * (1.f / WIDTH);
+            const float inverse = inverse_deviation(mean, square);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int column = column_of(i);
+                if (column < 0) continue;
+                Vec<T, 2> result;
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    result.at[j] = from_float<T>((v[row * EACH + i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]));
+                }
+                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + column) = result;
+            }
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ const T* vectors(int which) const { return a.vectors + (static_cast<long long>(layer) * (4 * WIDTH) + which); }
+
+    // Where the sums of a stage meet.
+    template <Stage STAGE>
+    __device__ __forceinline__ float* partial() const { return STAGE % 2 ? desk.other_partial : desk.partial; }
+
+    // A stage's outputs with bias and residual.
+    template <Stage STAGE, int BIAS_AT, typename P>
+    __device__ __forceinline__ void post_residual(int at) {
+        P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int own, int row, float (&value)[PER]) {
+            const int output = desk.plan.first[STAGE] * TILE_OUTPUTS + own;
+#pragma unroll
+            for (int j = 0; j < PER; ++j) {
+                value[j] += to_float(desk.bias[layer * BIASES + BIAS_AT + own + j]);
+                post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
+            }
+        });
+    }
+};
+
+}  // namespace warpline
