@@ -68,7 +68,7 @@ def test_graphs_are_placed_by_their_table(batch: int, phase: str) -> None:
     lost = [row for row in found.kernels if not row.path and classify(row.name) not in ("memory", "elementwise")]
     assert not lost, [row.name for row in lost]  # but for what takes the prompts in
     assert not session.notes
-    assert found.launches.graphs == 1
+    assert found.launches.graphs == 1 if phase == "decode" else found.launches.graphs >= 1
 
 
 @pytest.mark.parametrize("method", ["torch", "graph", "static-kv-graph"])

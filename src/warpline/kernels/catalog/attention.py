@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
-from warpline.hardware import ARCH_LIMITS, arch_number
+from warpline.hardware import arch_number
 from warpline.kernels.spec import (
     BITS,
     THREADS_PER_WARP,
@@ -94,7 +94,7 @@ def _flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
 
 def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     heads = dims["batch"] * dims["heads"]
-    roomy = ARCH_LIMITS[arch].block_shared_bytes > 160_000 and dims["depth"] <= 64
+    roomy = arch_number(arch) in (80, 90, 100) and dims["depth"] <= 64
     if dtype == "fp32":
         few = dims["depth"] > 64 or heads * -(-dims["queries"] // 64) < (132 if roomy else 264)
         # Shared memory decides how many keys: less on Turing, twice as much for each where heads are large.

@@ -80,6 +80,7 @@ ATTENTION = Ladder(
                 "attention_lonely",
                 _per_thread,
                 options=(_BLOCK,),
+                approximation=64 * 2**-24,  # a thread adds every value to the one before: errors walk farther
                 allows=lambda dims, _tunables, _dtype: dims["depth"] <= _MOST_DEPTH_ALONE,
             ),
             why="The online softmax with nothing else: no stored scores, but few threads, full of registers.",
