@@ -10,6 +10,8 @@ executor keeps a generator.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import struct
 from collections.abc import Hashable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -89,9 +91,9 @@ _FIELDS = {
     "done": torch.bool,
     "broken": torch.bool,
 }
+_CODES = {torch.int64: "q", torch.float32: "f", torch.bool: "?"}  # of `struct`
 
-
-#: Of a row that is in no batch.
+#: Of a row that is in no batch; it may be computed along.
 _UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
 
 
@@ -136,12 +138,12 @@ class State:
         self._packed = _Mirrored(self._fields_end + rows * capacity * 8, torch.uint8, device)
         self.tokens = self._packed.there[self._fields_end :].view(torch.int64).view(rows, capacity)
         self._tokens_here = self._packed.here[self._fields_end :].view(torch.int64).view(rows, capacity).numpy()
-        self._here: list[np.ndarray] = []
+        self._fields_here = self._packed.here.numpy().data
+        self._format = struct.Struct("=" + "".join(f"{rows}{_CODES[kind]}" for kind in _FIELDS.values()))
         end = 0
         for name, kind in _FIELDS.items():
             begin, end = end, end + rows * kind.itemsize
             setattr(self, name, self._packed.there[begin:end].view(kind))
-            self._here.append(self._packed.here[begin:end].view(kind).numpy())
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
@@ -165,11 +167,8 @@ class State:
         self.batch, self.longest = batch, max(lengths)
         self._packed.ready()
         rows = [_fields(request, given, vocab) for request, given in zip(requests, lengths, strict=True)]
-        for field, column in zip(self._here, zip(*rows, strict=True), strict=True):
-            field[:batch] = column
-        if batch < self.rows:  # those may be computed along
-            for field, value in zip(self._here, _UNUSED, strict=True):
-                field[batch:] = value
+        rows += [_UNUSED] * (self.rows - batch)
+        self._format.pack_into(self._fields_here, 0, *itertools.chain.from_iterable(zip(*rows, strict=True)))
         if all(there) and not any(request.forced for request in requests):
             self._packed.send(self._fields_end)
         else:
