@@ -275,9 +275,10 @@ def test_slow_stages_of_the_persistent_kernel_are_no_exchanges() -> None:
     assert findings(session, session.phases[0])[0].kind == "weight streaming"
 
 
-def test_gaps_of_a_graph_are_not_cured_by_a_graph() -> None:
+@pytest.mark.parametrize("launches", [Launches(1, 9.0, 1, 161), Launches(5, 60.0, 3, 91)], ids=["step", "prompt"])
+def test_gaps_of_a_graph_are_not_cured_by_a_graph(launches: Launches) -> None:
     session = made_up(gap=20.0)
-    phase = replace(session.phases[0], launches=Launches(1, 9.0, 1, 161))
+    phase = replace(session.phases[0], launches=launches)
     best = findings(session, phase)[0]
     assert best.kind == "gaps"
     assert "Capture" not in best.remedy

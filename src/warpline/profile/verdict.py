@@ -136,16 +136,17 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
     between = f"gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each})."
     if not spent.kernels:
         between = "gaps between modules; those inside them were not seen."
-    who, one_graph = "The GPU waits for the host", phase.launches.graphs and phase.launches.count < 2
-    if one_graph:
-        who = "Though the step is one graph, the GPU waits for its launch and between its kernels"
+    counted = phase.launches  # besides a graph, or a few, only copies of what goes in
+    who, captured = "The GPU waits for the host", counted.graphs and counted.kernels > 8 * counted.count
+    if captured:
+        who = "Though the step is a graph, the GPU waits for its launch and between its kernels"
     if phase.name == "prefill":
         remedy = (
             "Prepare less before the launch, or take several prompts at once."
-            if one_graph
+            if captured
             else "Capture the pass in a CUDA graph, as the executors graph and persistent do."
         )
-    elif one_graph:
+    elif captured:
         remedy = "Let kernels overlap, as the graph executor does, or decode many tokens in one launch (persistent)."
     else:
         remedy = (
