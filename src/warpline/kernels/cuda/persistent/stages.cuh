@@ -163,7 +163,7 @@ class Stages : protected Layout<M> {
         });
     }
 
-    // Before the LM head, of which every warp needs all columns, LayerNorm is done at once: into desk.h, and desk.x.
+    // Before the LM head, of which every warp needs all columns, LayerNorm is done at once, into desk.h.
     template <typename Rows>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, unsigned its_tag, Rows& asked) {
         Vec<T, 2> scale[EACH], shift[EACH];
