@@ -69,7 +69,7 @@ def test_interrupt_keeps_what_is_finished(
         (["-m", "random:nothing", "--device", "cpu"], "unknown model"),
         (["--prompt", "5000", "--device", "cpu", "--method", "torch"], "nothing could be measured"),
         (["--md", "/none/a.md"], "there is no folder"),
-        (["-m", "random:gpt2-xl,n_layer=90000", "--device", "cpu", "--method", "torch"], "more than are free"),
+        (["-m", "random:gpt2-xl,n_embd=400000", "--device", "cpu", "--method", "torch"], "more than are free"),
         (["compare", "a"], "two results are compared"),
         (["compare", "/none/a", "/none/b"], "cannot read"),
     ],

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import SMALL
 from warpline import LLM, SamplingParams
@@ -106,3 +108,13 @@ def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPa
         kept = [batch * length for batch, length, _ in states[0].kept[ours._prompts]]
         assert sum(kept) <= 64 or len(kept) == 1
     assert [length for _, length, _ in states[0].kept[ours._prompts]] == [8, 16]
+
+
+@given(count=st.integers(1, 400))
+def test_graphs_of_a_pass_grow_and_are_the_whole_pass(count: int) -> None:
+    launches = [lambda i=i: i for i in range(count)]
+    parts = passes.growing(launches)
+    assert [launch() for part in parts for launch in part] == list(range(count))
+    sizes = [len(part) for part in parts]
+    assert sizes == sorted(sizes)
+    assert len(parts) == 1 or sizes[0] == passes.FIRST_PART

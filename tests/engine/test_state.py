@@ -32,3 +32,24 @@ def test_prompts_on_the_device_are_those_on_the_host(lengths: tuple[int, ...], w
         assert torch.equal(getattr(here, name)[: len(rows)], getattr(moved, name)[: len(rows)]), name
     for i, row in enumerate(rows):
         assert moved.tokens[i, : len(row) + 3].tolist() == [*row, 1, 2, 0]
+
+
+def test_a_smaller_batch_leaves_nothing_of_the_last() -> None:
+    state = State(CONFIG, 4, 32, device=torch.device("cpu"), dtype=torch.float32)
+    old = SamplingParams(max_tokens=9, min_tokens=2, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=2.0)
+    state.begin([Request([1, 2, 3], old, 0, i, 12) for i in range(4)])
+    state.done[:], state.broken[:] = True, True
+    new = SamplingParams(temperature=0, top_p=1.0, max_tokens=4, ignore_eos=True)
+    state.begin([Request(torch.tensor([7, 8]), new, 0, 0, 6), Request(torch.tensor([9]), old, 0, 0, 10)])
+    assert state.tokens[0, :2].tolist() == [7, 8]
+    assert state.tokens[1, :1].tolist() == [9]
+    expected: dict[str, list[float]] = {
+        "length": [2, 1], "known": [2, 1], "limit": [6, 10], "min_length": [2, 3], "top_k": [97, 3],
+        "temperature": [0, 0.8], "top_p": [1, 0.5], "min_p": [0, 0.1], "penalty": [1, 2], "stops_at_eos": [False, True],
+        "done": [False, False, True, True], "broken": [False, False, False, False],
+    }  # fmt: skip
+    for name, values in expected.items():
+        found = getattr(state, name)
+        assert found[: len(values)].tolist() == pytest.approx(values), name
+    assert state.needs.end == "drawn"
+    assert (state.batch, state.longest) == (2, 2)
