@@ -82,11 +82,10 @@ class Pass:
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
             return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
 
-        h = f"h.{config.n_layer - 1}"
         steps = [
             Step("prompt_embedding", ("tokens", "wte.weight", "places"), ("embedded",)),
             *blocks(weights, batch * length, attention, open_end=True),
-            Step("last_residual", (f"{h}.projected", f"{h}.residual", "length"), ("last",)),
+            Step("last_residual", ("projected", "residual", "length"), ("last",)),
         ]
         #: The table of this pass, for whoever wants to know what its kernels are.
         self.bound = [*on_memory(steps, named), *ending(weights, state, end, last, self.logits)]
@@ -117,12 +116,13 @@ def _memory(weights: Weights, state: State, batch: int, length: int) -> dict[str
     by_head = qkv.view(batch, length, 3, config.n_head, config.head_size)
     q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
     heads = attention.view(batch, length, config.n_head, config.head_size)
-    by_sequence = {"projected": projected.view(batch, length, -1), "residual": middle.view(batch, length, -1)}
-    found = {"tokens": state.tokens[:batch], "length": state.length[:batch], "embedded": x.view(batch, length, -1)}
-    found |= weights.tensors | {"places": weights.tensors["wpe.weight"][:length]}
+    found = weights.tensors | {"places": weights.tensors["wpe.weight"][:length]}
+    found |= {"tokens": state.tokens[:batch], "length": state.length[:batch]}
+    by_sequence = {"embedded": x, "projected": projected, "residual": middle}
+    found |= {name: tensor.view(batch, length, -1) for name, tensor in by_sequence.items()}
     for layer in range(config.n_layer):
         own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
-        own |= {"ln_1.out": normal, "ln_2.out": normal, "hidden": hidden} | by_sequence
+        own |= {"ln_1.out": normal, "ln_2.out": normal, "hidden": hidden}
         own |= {"attn.c_proj.out": projected, "mlp.c_proj.out": projected}
         own |= {"cache_k": state.cache.k[layer, :batch], "cache_v": state.cache.v[layer, :batch]}
         found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}

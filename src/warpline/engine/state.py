@@ -162,24 +162,23 @@ class State:
         batch, vocab = len(requests), self.config.vocab_size
         params = list({id(request.params): request.params for request in requests}.values())  # mostly one for all
         prompts = [request.prompt for request in requests]
-        there = [isinstance(prompt, Tensor) for prompt in prompts]
-        lengths = [len(prompt) if not isinstance(prompt, Tensor) else prompt.shape[0] for prompt in prompts]
+        lengths = [prompt.shape[0] if isinstance(prompt, Tensor) else len(prompt) for prompt in prompts]
+        there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
         self.batch, self.longest = batch, max(lengths)
         self._packed.ready()
         rows = [_fields(request, given, vocab) for request, given in zip(requests, lengths, strict=True)]
         rows += [_UNUSED] * (self.rows - batch)
         self._format.pack_into(self._fields_here, 0, *itertools.chain.from_iterable(zip(*rows, strict=True)))
-        if all(there) and not any(request.forced for request in requests):
+        if len(there) == batch and not any(request.forced for request in requests):
             self._packed.send(self._fields_end)
         else:
             for row, (request, given) in enumerate(zip(requests, lengths, strict=True)):
-                if not there[row]:
+                if not isinstance(request.prompt, Tensor):
                     self._tokens_here[row, :given] = request.prompt
                 forced = request.forced[: request.limit - given]
                 self._tokens_here[row, given : given + len(forced)] = forced
             self._packed.send(self._fields_end + batch * self.capacity * 8)
-        if any(there):
-            self._copy(prompts, lengths)
+        self._copy(prompts, lengths, there)
         sampled = [p for p in params if p.temperature > 0]
         if sampled:
             noise = self._noise.ready().view(self.rows, self.capacity).numpy()
@@ -199,9 +198,8 @@ class State:
         if self.needs.logprobs is not None:
             self._allocate_logprobs(min(self.needs.logprobs, vocab))
 
-    def _copy(self, prompts: list[Any], lengths: list[int]) -> None:
+    def _copy(self, prompts: list[Any], lengths: list[int], there: list[int]) -> None:
         """Those that are on the device, all at once where they are of one length."""
-        there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
         if len(there) == len(prompts) > 1 and min(lengths) == max(lengths):
             self.tokens[: len(prompts), : lengths[0]].copy_(torch.stack(prompts))
             return

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Of a block of attention.
+#: Of a block of attention: with more, a thread would have fewer registers than its part of the output needs.
 MOST_WARPS = 16
 
 
@@ -94,8 +94,8 @@ def _flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
 
 def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     heads = dims["batch"] * dims["heads"]
-    roomy = arch_number(arch) in (80, 90, 100) and dims["depth"] <= 64
     if dtype == "fp32":
+        roomy = arch_number(arch) in (80, 90, 100) and dims["depth"] <= 64
         few = dims["depth"] > 64 or heads * -(-dims["queries"] // 64) < (132 if roomy else 264)
         # Shared memory decides how many keys: less on Turing, twice as much for each where heads are large.
         keys = 128 if roomy else 32 if dims["depth"] > 64 or (not few and arch_number(arch) < 80) else 64

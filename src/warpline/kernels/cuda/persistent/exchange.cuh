@@ -68,6 +68,9 @@ __device__ __forceinline__ unsigned cycles() {
     asm volatile("mov.u32 %0, %clock;" : "=r"(now));
     return now;
 }
+__device__ __forceinline__ void let_pass(unsigned begun, unsigned pause) {
+    while (cycles() - begun < pause) continue;
+}
 
 // Ends waits that lead nowhere. A thread that computes nothing looks at it now and then: when the block has not come to
 // another turn for `patience` nanoseconds, every wait returns whatever is there, the launch ends with the current token,
@@ -137,7 +140,7 @@ class Gather {
     // To be called before `finish`, and not before an answer can be there: who asks too early asks again, and all those
     // questions are in the way of the answers. So it waits until `pause` cycles have passed since `begun`.
     __device__ __forceinline__ void ask(unsigned begun, unsigned pause) {
-        while (cycles() - begun < pause) continue;
+        let_pass(begun, pause);
         ask();
     }
     __device__ __forceinline__ void ask() {

@@ -98,7 +98,7 @@ class Layers : protected Stages<M> {
             heads.ask(begun, pause);
             heads.finish(tag, desk.dog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
         } else {
-            while (cycles() - begun < pause) continue;
+            let_pass(begun, pause);
 #pragma unroll 1
             for (int i = 0; i < ceil_div(MINE, LANES); ++i) leave(spot(i), merged<LANES>(spot(i).head, spot(i).column % DEPTH / PER));
         }
