@@ -14,7 +14,7 @@ help:
 	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
 	@echo "make test-hf-suite  run transformers' own model tests on plain and patched models, in .venvs/ (ten minutes)"
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
-	@echo "make sanitize run the kernels' small shapes under compute-sanitizer, on a CUDA GPU"
+	@echo "make sanitize run the kernels' small shapes, and a small model, under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
 	@echo "make ladder-gpu every rung of every ladder, into results/ (a few minutes)"
@@ -78,6 +78,8 @@ sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \
 		PYTHONPATH=src:. compute-sanitizer --tool $$tool --report-api-errors no --kernel-regex kns=warpline \
 			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_ladder.py --small -q -p no:cacheprovider; done
+	PYTHONPATH=src:. compute-sanitizer --tool memcheck --report-api-errors no --kernel-regex kns=warpline --error-exitcode 1 \
+		$(PYTHON) -m pytest tests/gpu/test_executors.py tests/gpu/test_persistent.py -k "test_window or draws_what" -q -p no:cacheprovider
 
 # On a machine without a GPU, in less than ten minutes: all methods at the reference workload, the fastest of each kind
 # at the others. What there is no time for is named in the rows.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.conftest import SMALL
 from warpline import LLM, SamplingParams
 from warpline.engine import prompts as passes
+from warpline.engine import schedule
 from warpline.engine.executor import create
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import buffers, decode_step
@@ -46,6 +47,30 @@ def test_tokens_equal_torchs(pair: tuple[LLM, LLM], count: int, params: Sampling
     ours, theirs = pair
     found = [c.token_ids for c in ours.generate(prompts(count), params)]
     assert found == [c.token_ids for c in theirs.generate(prompts(count), params)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=1.5, max_tokens=6, seed=4, top_p=1.0),
+        SamplingParams(temperature=1.5, max_tokens=6, seed=5, top_k=40, top_p=0.9),
+        SamplingParams(temperature=0, max_tokens=6, logprobs=2),
+    ],
+)
+def test_a_padded_vocabulary_changes_nothing(
+    pair: tuple[LLM, LLM], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "MOST_OWN_ROWS", 9)
+    ours, theirs = LLM(SMALL, device="cpu", executor="kernels"), pair[1]
+    found, expected = (llm.generate(prompts(10), params) for llm in (ours, theirs))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert ours._idle is not None
+    head = ours._idle.kept["padded_head"]
+    assert head["padded_head.weight"].shape[0] == 50304
+    if params.logprobs is not None:
+        values = [[t.logprob for c in completions for t in c.logprobs or ()] for completions in (found, expected)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
 def test_window_and_end_of_text() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from warpline.config import ModelConfig, SamplingParams
-from warpline.engine.state import Request, State
+from warpline.engine.state import ALL_TOKENS, Request, State
 
 CONFIG = ModelConfig(vocab_size=97, n_positions=32, n_embd=16, n_layer=1, n_head=2)
 
@@ -44,7 +44,7 @@ def test_a_smaller_batch_leaves_nothing_of_the_last() -> None:
     assert state.tokens[0, :2].tolist() == [7, 8]
     assert state.tokens[1, :1].tolist() == [9]
     expected: dict[str, list[float]] = {
-        "length": [2, 1], "known": [2, 1], "limit": [6, 10], "min_length": [2, 3], "top_k": [97, 3],
+        "length": [2, 1], "known": [2, 1], "limit": [6, 10], "min_length": [2, 3], "top_k": [ALL_TOKENS, 3],
         "temperature": [0, 0.8], "top_p": [1, 0.5], "min_p": [0, 0.1], "penalty": [1, 2], "stops_at_eos": [False, True],
         "done": [False, False, True, True], "broken": [False, False, False, False],
     }  # fmt: skip

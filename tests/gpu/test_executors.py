@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tests.gpu.test_persistent import GPU, requests, run
 from warpline import LLM, SamplingParams
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
+from warpline.engine.bind import MOST_OWN_ROWS
 from warpline.engine.executor import create
 from warpline.model.weights import load
 
@@ -39,7 +41,7 @@ def test_fp32_tokens_of_gpt2(name: str, lengths: list[int], new: int) -> None:
 
 @NAMES
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, 8, 32, 160])
 def test_half_precision_is_judged_right(name: str, dtype: str, batch: int) -> None:
     weights = load("random:gpt2", dtype=dtype, device="cuda")
     asked = requests(weights, [30] * batch, 30)
@@ -71,6 +73,36 @@ def test_window(name: str) -> None:
     weights = replace(weights, config=replace(weights.config, window=7))
     asked = requests(weights, [30, 50], 40)
     assert run(create(name, weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(temperature=0, ignore_eos=True),
+        Params(temperature=0.9, top_p=1.0),
+        Params(temperature=1, top_k=40, top_p=0.9, repetition_penalty=1.2),
+        Params(temperature=0, logprobs=2),
+    ],
+)
+def test_a_library_computes_the_logits_of_many(params: Params) -> None:
+    weights = load(SMALL, device="cuda")
+    asked = requests(weights, [3 + i % 5 for i in range(MOST_OWN_ROWS + 2)], 12, params)
+    found, state = run(create("graph", weights, GPU, "fp32"), asked)
+    assert "padded_head" in state.kept
+    assert found == run(create("torch", weights, GPU, "fp32"), asked)[0]
+
+
+def test_a_new_thread_takes_prompts_from_the_device() -> None:
+    weights = load(SMALL, device="cuda")
+    executor = create("graph", weights, GPU, "fp32")
+    asked = requests(weights, [9, 30], 12)
+    there = [replace(one, prompt=torch.tensor(one.prompt, device=GPU)) for one in asked]
+    expected, state = run(executor, asked)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(state.begin, there).result()
+    executor.prefill(state)
+    executor.decode(state, 11)
+    assert [state.tokens[i, : len(row)].tolist() for i, row in enumerate(expected)] == expected
 
 
 @NAMES

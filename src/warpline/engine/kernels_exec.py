@@ -47,6 +47,7 @@ class KernelsExecutor(Executor):
         self._prepare(decode_step(self._weights, batch, "logits"), named)()
         advance(state, named["logits"])
         state.longest = min(state.longest + 1, state.capacity)
+        named["logits"] = named["logits"][:, : self.config.vocab_size]
         return {name: named[name].clone() for name in order(self.config.n_layer)}
 
     def _step(self, state: State) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from warpline.config import ACTIVATIONS
 from warpline.engine.bind import bind, captured
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import Step, blocks, ending, on_memory
+from warpline.engine.schedule import Step, blocks, ending, on_memory, room_for_logits
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.weights import Weights
@@ -72,7 +72,7 @@ class Pass:
     def __init__(self, weights: Weights, state: State, batch: int, length: int, end: str):
         config, some = weights.config, weights.tensors["wte.weight"]
         self._device = some.device
-        self.logits = some.new_empty(batch, config.vocab_size)
+        self.logits = room_for_logits(weights, batch)
         last = some.new_empty(batch, config.n_embd)
         named = _memory(weights, state, batch, length) | {"last": last}
 

@@ -16,14 +16,14 @@ SHORT_LIST = 256
 
 
 def advance(state: State, logits: Tensor) -> None:
-    """Choose each row's next token from `logits` [B, V] and append it, unless the row is done."""
+    """Choose each row's next token from `logits` [B, V or more] and append it, unless the row is done."""
     batch = state.batch
     length, done = state.length[:batch], state.done[:batch]
     row = torch.arange(batch, device=logits.device)
     # A done row may stand at the last slot: it writes back what is there.
     slot = length.clamp(max=state.capacity - 1)
 
-    raw = logits.float()
+    raw = logits[:, : state.config.vocab_size].float()
     token = choose(adjust(raw, state), state, state.noise[row, slot])
     standing = state.tokens[row, slot]
     token = torch.where(done | (length < state.known[:batch]), standing, token)

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from warpline.engine.bind import Bound
+from warpline.engine.bind import MOST_OWN_ROWS, Bound
 from warpline.engine.state import State
 from warpline.kernels.catalog import find
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.kernels.spec import KernelSpec
 from warpline.model.weights import Weights
 
+#: Where a library computes the logits it gets a vocabulary of a multiple of these.
+VOCAB_STEP = 64
 #: What `sample` and `append_token` read of a state, in their order.
 SAMPLED_BY = (
     "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
@@ -115,15 +118,38 @@ def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) 
     if end == "likeliest" and few:
         return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
     steps = [] if normal else [Step("layernorm", (last, *norm), ("ln_f.out",), epsilon)]
-    steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
+    if batch > MOST_OWN_ROWS:
+        steps.append(Step("matmul_bias", ("ln_f.out", *_affine("padded_head")), ("logits",)))
+    else:
+        steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
     if end == "logits":
         return steps
     return [*steps, Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos), append]
 
 
+def room_for_logits(weights: Weights, rows: int) -> Tensor:
+    """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
+    vocab = weights.config.vocab_size
+    some = weights.tensors["wte.weight"]
+    return some.new_empty(rows, vocab + (-vocab % VOCAB_STEP if rows > MOST_OWN_ROWS else 0))
+
+
+def padded_head(weights: Weights, state: State, rows: int) -> dict[str, Tensor]:
+    """The LM head for many rows, made when it is first needed."""
+    if rows <= MOST_OWN_ROWS:
+        return {}
+    if "padded_head" not in state.kept:
+        head = weights.tensors.get("lm_head.weight", weights.tensors["wte.weight"])
+        pad = -len(head) % VOCAB_STEP
+        bias = F.pad(head.new_zeros(len(head)), (0, pad), value=-torch.inf)
+        state.kept["padded_head"] = {"padded_head.weight": F.pad(head, (0, 0, 0, pad)), "padded_head.bias": bias}
+    made: dict[str, Tensor] = state.kept["padded_head"]
+    return made
+
+
 def ending(weights: Weights, state: State, end: str, last: Tensor, logits: Tensor) -> list[Bound]:
     """The end of a step alone, for the first rows of `state`, from a hidden state for each."""
-    named = weights.tensors | _rows_of(state, len(last))
+    named = weights.tensors | _rows_of(state, len(last)) | padded_head(weights, state, len(last))
     named |= {"last": last, "ln_f.out": torch.empty_like(last), "logits": logits}
     return on_memory(_ending(weights, len(last), end, "last", normal=False), named)
 
@@ -160,7 +186,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
     def room(*columns: int) -> Tensor:
         return some.new_empty(batch, *columns)
 
-    found = weights.tensors | _rows_of(state, batch)
+    found = weights.tensors | _rows_of(state, batch) | padded_head(weights, state, batch)
     heads, depth = config.n_head, config.head_size
     for layer in range(config.n_layer):
         h = f"h.{layer}"
@@ -174,5 +200,5 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         for name in ("in", "middle", "ln_1.out", "ln_2.out", "attn.c_proj.out", "mlp.c_proj.out"):
             found[f"{h}.{name}"] = room(config.n_embd)
     found[f"h.{config.n_layer}.in"], found["ln_f.out"] = room(config.n_embd), room(config.n_embd)
-    found["logits"] = room(config.vocab_size)
+    found["logits"] = room_for_logits(weights, batch)
     return found

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from warpline.config import ModelConfig, SamplingParams
+from warpline.kernels.launch import copy_bytes
 from warpline.model.gpt2 import KVCache
 
 
@@ -91,6 +92,8 @@ _FIELDS = {
     "done": torch.bool,
     "broken": torch.bool,
 }
+#: Of top-k where there is none; no vocabulary is as large.
+ALL_TOKENS = 2**31 - 1
 _CODES = {torch.int64: "q", torch.float32: "f", torch.bool: "?"}  # of `struct`
 
 #: Of a row that is in no batch; it may be computed along.
@@ -100,7 +103,7 @@ _UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
 def _fields(request: Request, given: int, vocab: int) -> tuple[float, ...]:
     """A row's values, before its first token."""
     p = request.params
-    known, top = given + len(request.forced), min(p.top_k or vocab, vocab)
+    known, top = given + len(request.forced), p.top_k if 0 < p.top_k < vocab else ALL_TOKENS
     settings = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, not p.ignore_eos)
     return (given, known, request.limit, given + p.min_tokens, top, *settings, False, False)
 
@@ -204,7 +207,11 @@ class State:
             self.tokens[: len(prompts), : lengths[0]].copy_(torch.stack(prompts))
             return
         for row in there:
-            self.tokens[row, : lengths[row]].copy_(prompts[row])
+            prompt = prompts[row]
+            if prompt.is_cuda and prompt.dtype == torch.int64 and prompt.is_contiguous():
+                copy_bytes(self.tokens, row * self.capacity * 8, prompt, lengths[row] * 8)
+            else:
+                self.tokens[row, : lengths[row]].copy_(prompt)
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""
@@ -248,18 +255,23 @@ class _Mirrored:
         on_gpu = device.type == "cuda"
         self.there = torch.zeros(count, dtype=kind, device=device)
         self.here = torch.zeros(count, dtype=kind, pin_memory=on_gpu)
-        self._sent = torch.cuda.Event() if on_gpu else None
+        self._sent: torch.cuda.Event | None = None
+        if on_gpu:
+            self._sent = torch.cuda.Event()
+            self._sent.record(torch.cuda.current_stream(device))
 
     def ready(self) -> Tensor:
-        """The host's, once nobody is reading it any more."""
+        """The host's, once nobody is reading it any more. To ask is also what tells a new thread which GPU it is at."""
         if self._sent is not None:
             self._sent.synchronize()
         return self.here
 
     def send(self, count: int) -> None:
         """Bring the first elements over."""
-        self.there[:count].copy_(self.here[:count], non_blocking=True)
-        if self._sent is not None:
+        if self._sent is None:
+            self.there[:count].copy_(self.here[:count])
+        else:
+            copy_bytes(self.there, 0, self.here, count * self.here.itemsize)
             self._sent.record(torch.cuda.current_stream(self.there.device))
 
 

@@ -108,10 +108,15 @@ def compile_many(jobs: Sequence[tuple[P, str]]) -> list[Binary[P]]:
 
 def _key(unit: str, arch: str) -> str:
     digest = hashlib.sha256()
-    for part in (nvrtc_version(), arch, *FLAGS, unit, *_own_headers(unit), *_cuda_headers()):
+    for part in (nvrtc_version(), _target(arch), *FLAGS, unit, *_own_headers(unit), *_cuda_headers()):
         digest.update(part.encode())
         digest.update(b"\0")
     return digest.hexdigest()[:32]
+
+
+def _target(arch: str) -> str:
+    """What NVRTC is to compile for: with the instructions that one generation has and later ones lack."""
+    return f"{arch}a" if arch == "sm_90" else arch
 
 
 def _own_headers(unit: str) -> list[str]:
@@ -234,7 +239,7 @@ def _cuda_headers() -> tuple[str, ...]:
 def _nvrtc(unit: str, arch: str, label: str) -> tuple[bytes, str]:
     nvrtc = _bindings()
     ptx = arch.startswith("compute_")
-    options = [f"--gpu-architecture={arch}", *FLAGS, f"-I{SOURCE}", f"-I{_include_folder()}"]
+    options = [f"--gpu-architecture={_target(arch)}", *FLAGS, f"-I{SOURCE}", f"-I{_include_folder()}"]
     if not ptx:
         options.append("--ptxas-options=-v")
     status, program = nvrtc.nvrtcCreateProgram(unit.encode(), b"warpline.cu", 0, None, None)

@@ -8,11 +8,12 @@ a table or from a graph, by that table.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from warpline.bench.methods.base import Method
@@ -31,7 +32,7 @@ from warpline.bench.methods.static_kv import StaticKV, StaticKVCompiled
 from warpline.engine.executor import Executor
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.prompts import Pass
-from warpline.engine.schedule import decode_step
+from warpline.engine.schedule import decode_step, padded_head
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.observe import observed
@@ -234,18 +235,19 @@ def sequencer_of(method: Method, phase: str) -> Sequencer | None:
         ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
     else:
         passes: dict[Any, Pass] = state.kept[executor._prompts]  # type: ignore[attr-defined]
-        ops = _ops_of(list(passes.values())[-1], weights)
+        parameters = weights.tensors | padded_head(weights, state, state.batch)
+        ops = _ops_of(list(passes.values())[-1], parameters)
     return lambda names: placed(names, ops)
 
 
-def _ops_of(prompt: Pass, weights: Weights) -> list[Op]:
+def _ops_of(prompt: Pass, parameters: Mapping[str, Tensor]) -> list[Op]:
     """The table of a pass over prompts, each op with its parameters found by where they lie."""
-    names = {tensor.data_ptr(): name for name, tensor in weights.tensors.items()}
+    names = {tensor.data_ptr(): name for name, tensor in parameters.items()}
     ops: list[Op] = []
     layer: int | None = None
     for bound in prompt.bound:
-        parameters = [names[t.data_ptr()] for t in bound.inputs if t.data_ptr() in names]
-        path = op_path(bound.spec.name, parameters, layer if bound.spec.name == "prompt_attention" else None)
+        read = [names[t.data_ptr()] for t in bound.inputs if t.data_ptr() in names]
+        path = op_path(bound.spec.name, read, layer if bound.spec.name == "prompt_attention" else None)
         if path[0].startswith("h."):
             layer = int(path[0][2:])
         ops.append((bound.spec.name, path))

@@ -85,6 +85,7 @@ _PRODUCTS = {
     "mlp.c_proj": p.PROJECTION,
     "lm_head": p.LM_HEAD,
     "wte": p.LM_HEAD,
+    "padded_head": p.LM_HEAD,
 }
 _NORMS = {"ln_1": p.LN_1, "ln_2": p.LN_2, "ln_f": p.LN_F}
 

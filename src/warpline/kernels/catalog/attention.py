@@ -104,7 +104,14 @@ def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
         keys = 32 if arch_number(arch) < 80 and dims["depth"] > 80 else 64
         return {"tile_queries": 64, "tile_keys": keys, "warps": 4, "teams": 1, "stages": 2}
     few = heads * -(-dims["queries"] // 128) < 264
-    return {"tile_queries": 64 if few else 128, "tile_keys": 64, "warps": 4, "teams": 2 if few else 1, "stages": 2}
+    grouped = arch_number(arch) == 90 and dims["depth"] == 64  # four warps multiply together there
+    return {
+        "tile_queries": 64 if few or grouped else 128,
+        "tile_keys": 64,
+        "warps": 4,
+        "teams": 2 if few else 1,
+        "stages": 3 if few and grouped else 2,
+    }
 
 
 def _flash_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
@@ -185,8 +192,12 @@ FLASH_ATTENTION = KernelSpec(
 def _prompt(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
 ) -> tuple[Tensor, ...]:
+    import torch
+
     cache_k, cache_v, tokens = cache_k.clone(), cache_v.clone(), k.shape[2]
-    cache_k[:, :, :tokens], cache_v[:, :, :tokens] = k, v
+    exists = (torch.arange(tokens, device=k.device) < length[:, None])[:, None, :, None]
+    for cache, new in ((cache_k, k), (cache_v, v)):
+        cache[:, :, :tokens] = torch.where(exists, new, cache[:, :, :tokens])
     return *_attention(q, k, v, length, window, scale), cache_k, cache_v
 
 

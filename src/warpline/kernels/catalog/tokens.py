@@ -143,7 +143,7 @@ def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
 
 def _sample_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
     # A row is one block's, so what is on its way at once decides.
-    return {"block": 1024, "unroll": 4} if dims["vocab"] > 4096 else {"block": 256, "unroll": 2}
+    return {"block": 1024, "unroll": 8} if dims["vocab"] > 4096 else {"block": 256, "unroll": 2}
 
 
 SAMPLE = KernelSpec(

@@ -7,11 +7,12 @@
 // are on their way while this one is computed. Where there are few blocks, TEAMS of warps share the keys of a step, each
 // with a softmax of its own, and are merged in order at the end.
 // The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
-// length[b] positions exist; a query beyond them gets zeros. With window > 0 a query sees that many positions, its own
+// length[b] positions exist; a query beyond them gets zeros, a key beyond them does not go into the cache. With window > 0 a query sees that many positions, its own
 // included, and keys that nobody in the block can see are never read.
 // Traffic: q and y once; k and v once per block, mostly from L2.
 #pragma once
 #include "online.cuh"
+#include "ops/flash_tiles.cuh"
 #include "tile.cuh"
 
 namespace warpline {
@@ -19,6 +20,7 @@ namespace warpline {
 // What one block has to do: some queries of one head of one sequence, and the keys they see together.
 template <int QUERIES, int KEYS>
 struct AttentionSpan {
+    static constexpr int COUNT = QUERIES;
     int sequence, head, first_query, shift;  // a query's position is its number plus `shift`
     int positions;                           // of the sequence
     int first_step, last_step;               // of KEYS keys each
@@ -38,38 +40,52 @@ struct AttentionSpan {
     }
 };
 
-// Half precision, on tensor cores: TEAMS of WARPS, each with KEYS of a step's keys.
-template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
-__device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
-                                             int heads, int queries, int keys, int window, float scale) {
+// Where there is a cache, the keys and values at the positions of a block's queries go into it: each is some block's. This
+// is done with a step's tile of ROWS keys, or of their values, of which `place(row, chunk)` says where they stand.
+template <int ROWS, int DEPTH, int THREADS, typename T, typename Span, typename Place>
+__device__ __forceinline__ void keep(const View<T>& cache, const T* tile, const Span& span, int step, Place place) {
+    if (cache.data == nullptr || (step + 1) * ROWS <= span.first_query) return;
+    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+    using Pack = Vec<T, WIDTH>;
+    T* target = const_cast<T*>(cache.rows(span.sequence, span.head));
+#pragma unroll 1  // more would cost registers that everybody else needs
+    for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
+        const int row = i / VECTORS, column = i % VECTORS * WIDTH, position = step * ROWS + row;
+        if (position < span.first_query || position >= min(span.first_query + Span::COUNT, span.positions)) continue;
+        *reinterpret_cast<Pack*>(target + position * cache.row + column) =
+            *reinterpret_cast<const Pack*>(tile + place(row, column / CHUNK<T>) + column % CHUNK<T>);
+    }
+}
+
+// Half precision, on tensor cores: TEAMS of WARPS, each with KEYS of a step's keys, multiplied as `Tiles` has it.
+template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
+__device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
+                                             View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
+                                             float scale) {
     constexpr int TEAM = WARPS * WARP, THREADS = TEAMS * TEAM, ALL_KEYS = TEAMS * KEYS, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
-    constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<T, D>, WIDTH = vector_width<T>(DEPTH);
-    constexpr int STAGE = 2 * ALL_KEYS * LANE;
+    constexpr int D = Tiles::D, ROW = Tiles::ROW, STAGE = 2 * ALL_KEYS * ROW;
     static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0);
     const AttentionSpan<QUERIES, ALL_KEYS> span(length, batch, heads, queries, keys, window);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % WARPS, team = threadIdx.x / TEAM;
-    T* tile_q = dynamic_shared<T>();
-    T* ring = tile_q + QUERIES * LANE;
+    T* tile_q = Tiles::memory();
+    T* ring = tile_q + QUERIES * ROW;
 
-    // The queries go into fragments. A warp with 16 of them keeps those; with more they would not fit beside the output,
-    // and are loaded again for every tile of keys.
-    constexpr bool KEEPS = MS == 1;
-    TileMover<T, QUERIES, D, WIDTH, THREADS> move_q(q.rows(span.sequence, span.head), q.row);
+    typename Tiles::template Mover<QUERIES, THREADS> move_q(q.rows(span.sequence, span.head), q.row);
     move_q.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
     move_q.deposit(tile_q);
-    using Mover = TileMover<T, ALL_KEYS, D, WIDTH, THREADS>;
+    using Mover = typename Tiles::template Mover<ALL_KEYS, THREADS>;
     constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
     Mover move_k(k.rows(span.sequence, span.head), k.row), move_v(v.rows(span.sequence, span.head), v.row);
     const auto fetch = [&](int step) {
         T* stage = ring + step % STAGES * STAGE;
         const int first = step * ALL_KEYS;
         move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
-        move_v.fetch(stage + ALL_KEYS * LANE, first * v.row, span.positions - first, DEPTH);
+        move_v.fetch(stage + ALL_KEYS * ROW, first * v.row, span.positions - first, DEPTH);
     };
     const auto deposit = [&](int step) {
         T* stage = ring + step % STAGES * STAGE;
         move_k.deposit(stage);
-        move_v.deposit(stage + ALL_KEYS * LANE);
+        move_v.deposit(stage + ALL_KEYS * ROW);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -81,14 +97,7 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
     }
     wait_for_copies<AHEAD - 1>();
     __syncthreads();
-    const auto load_query = [&](unsigned (&f)[4], int m, int d) {
-        load_matrices(f, tile_q + (warp * MS * 16 + m * 16 + lane % 16) * LANE + d * 16 + lane / 16 * 8);
-    };
-    unsigned fq[MS][KEEPS ? D / 16 : 1][4];
-    if constexpr (KEEPS) {
-#pragma unroll
-        for (int d = 0; d < D / 16; ++d) load_query(fq[0][d], 0, d);
-    }
+    Tiles tiles(tile_q, warp);
 
     const float factor = scale * LOG2_E;
     const int position0 = span.first_query + span.shift + warp * MS * 16;  // of the warp's first query
@@ -96,31 +105,18 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
     float out[MS][D / 8][4] = {};
     for (int step = span.first_step; step < span.last_step; ++step) {
         wait_for_copies<AHEAD - 1>();
+        Tiles::show();
         __syncthreads();
         if (step + AHEAD < span.last_step) fetch(step + AHEAD);
         end_copy_group();
-        const T* tile_k = ring + step % STAGES * STAGE + team * (KEYS * LANE);
-        const T* tile_v = tile_k + ALL_KEYS * LANE;
+        const T* stage = ring + step % STAGES * STAGE;
+        keep<ALL_KEYS, DEPTH, THREADS>(cache_k, stage, span, step, Tiles::place);
+        keep<ALL_KEYS, DEPTH, THREADS>(cache_v, stage + ALL_KEYS * ROW, span, step, Tiles::place);
+        const T* tile_k = stage + team * (KEYS * ROW);
+        const T* tile_v = tile_k + ALL_KEYS * ROW;
 
-        float score[MS][NS][4] = {};
-#pragma unroll
-        for (int d = 0; d < D / 16; ++d) {
-            if constexpr (!KEEPS) {
-#pragma unroll
-                for (int m = 0; m < MS; ++m) load_query(fq[m][0], m, d);
-            }
-#pragma unroll
-            for (int n = 0; n < NS / 2; ++n) {
-                unsigned fk[4];
-                load_matrices(fk, tile_k + (n * 16 + lane / 16 * 8 + lane % 8) * LANE + d * 16 + lane / 8 % 2 * 8);
-#pragma unroll
-                for (int m = 0; m < MS; ++m) {
-                    multiply_add<T>(score[m][2 * n], fq[m][KEEPS ? d : 0], fk[0], fk[1]);
-                    multiply_add<T>(score[m][2 * n + 1], fq[m][KEEPS ? d : 0], fk[2], fk[3]);
-                }
-            }
-        }
-
+        float score[MS][NS][4];
+        tiles.score(score, tile_k);
         const int first_key = step * ALL_KEYS + team * KEYS;
         const bool all_visible = first_key + KEYS - 1 <= position0 &&
                                  (window <= 0 || first_key > position0 + MS * 16 - 1 - window);
@@ -165,28 +161,7 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
             }
         }
 
-#pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n) {
-            unsigned fp[MS][4];
-#pragma unroll
-            for (int m = 0; m < MS; ++m) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* pair = score[m][2 * n + i / 2] + i % 2 * 2;
-                    fp[m][i] = pack_pair<T>(pair[0], pair[1]);
-                }
-            }
-#pragma unroll
-            for (int d = 0; d < D / 16; ++d) {
-                unsigned fv[4];
-                load_matrices_transposed(fv, tile_v + (n * 16 + lane % 16) * LANE + d * 16 + lane / 16 * 8);
-#pragma unroll
-                for (int m = 0; m < MS; ++m) {
-                    multiply_add<T>(out[m][2 * d], fp[m], fv[0], fv[1]);
-                    multiply_add<T>(out[m][2 * d + 1], fp[m], fv[2], fv[3]);
-                }
-            }
-        }
+        tiles.add_values(out, score, tile_v);
         if (step + AHEAD < span.last_step) deposit(step + AHEAD);
     }
     if constexpr (TEAMS > 1) {
@@ -250,8 +225,9 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
 
 // Float, on ordinary units: 256 threads as 16 x 16, each with every sixteenth query, key and column of the output.
 template <int DEPTH, int QUERIES, int KEYS, int WARPS>
-__device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<float> v, const long long* length, float* y,
-                                            int batch, int heads, int queries, int keys, int window, float scale) {
+__device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<float> v, const long long* length,
+                                            View<float> cache_k, View<float> cache_v, float* y, int batch, int heads,
+                                            int queries, int keys, int window, float scale) {
     static_assert(WARPS == 8 && QUERIES % 16 == 0 && KEYS % 16 == 0);
     constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<float, D>, WIDTH = vector_width<float>(DEPTH);
     constexpr int MS = QUERIES / 16, NS = KEYS / 16, DS = D / 16, P = PITCH<float, KEYS>;
@@ -282,6 +258,9 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
         end_copy_group();
         wait_for_copies<0>();
         __syncthreads();
+        const auto place = [](int row, int chunk) { return row * LANE + chunk * CHUNK<float>; };
+        keep<KEYS, DEPTH, 256>(cache_k, tile_k, span, step, place);
+        keep<KEYS, DEPTH, 256>(cache_v, tile_v, span, step, place);
 
         float score[MS][NS] = {};
 #pragma unroll 4
@@ -356,30 +335,19 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
     }
 }
 
-// Where there is a cache, the keys and values at the positions of a block's queries go into it: each is some block's.
 template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
 __device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
                                                 View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
                                                 float scale) {
     if constexpr (sizeof(T) == 4) {
-        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
+        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(q, k, v, length, cache_k, cache_v, y, batch, heads, queries, keys, window, scale);
     } else {
-        flash_tensor<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(q, k, v, length, y, batch, heads, queries, keys, window, scale);
-    }
-    if (cache_k.data == nullptr) return;
-    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
-    using Pack = Vec<T, WIDTH>;
-    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
-    const auto move = [&](const View<T>& from, const View<T>& to, int row, int at) {
-        auto* target = const_cast<T*>(to.rows(span.sequence, span.head) + row * to.row);
-        reinterpret_cast<Pack*>(target)[at] = reinterpret_cast<const Pack*>(from.rows(span.sequence, span.head) + row * from.row)[at];
-    };
-#pragma unroll 4
-    for (int i = threadIdx.x; i < QUERIES * VECTORS; i += WARPS * TEAMS * WARP) {
-        const int row = span.first_query + i / VECTORS, at = i % VECTORS;
-        if (row >= queries) break;
-        move(k, cache_k, row, at);
-        move(v, cache_v, row, at);
+        // Four warps with 16 queries each multiply together, where they can.
+        constexpr int MS = QUERIES / WARPS / 16;
+        constexpr bool GROUPS = HAS_WARPGROUPS && DEPTH == GROUP_ROW && MS == 1 && WARPS % 4 == 0 && KEYS % 64 == 0;
+        using Tiles = typename FlashTiles<GROUPS, T, DEPTH, MS, KEYS>::Type;
+        flash_tensor<Tiles, T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(q, k, v, length, cache_k, cache_v, y, batch, heads, queries,
+                                                                          keys, window, scale);
     }
 }
 

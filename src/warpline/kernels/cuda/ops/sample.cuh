@@ -155,10 +155,20 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         for (int i = threadIdx.x; i < min(past, capacity); i += BLOCK) atomicOr(&s.seen[tokens[i] / 32], 1u << tokens[i] % 32);
         __syncthreads();
     }
-    const auto score = [&](int i) {
-        float v = to_float(logits[i]);
+    const auto score = [&](int i, float v) {
         if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? relief : punishment;
         return i == banned ? -infinity() : v * coolness;
+    };
+
+    // f(token, logit), each token by some thread.
+    const auto each = [&](auto f) {
+        constexpr int WIDTH = vector_width<T>(VOCAB), AT_ONCE = UNROLL > WIDTH ? UNROLL / WIDTH : 1;
+#pragma unroll AT_ONCE
+        for (int i = threadIdx.x * WIDTH; i < VOCAB; i += BLOCK * WIDTH) {
+            const auto pack = *reinterpret_cast<const Vec<T, WIDTH>*>(logits + i);
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) f(i + j, to_float(pack.at[j]));
+        }
     };
 
     // The largest, and of equals the first: first over the lanes of a warp, then over the warps.
@@ -171,8 +181,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
                 at = i;
             }
         };
-#pragma unroll UNROLL
-        for (int i = threadIdx.x; i < VOCAB; i += BLOCK) take(value_of(i), i);
+        each([&](int i, float v) { take(value_of(i, v), i); });
 #pragma unroll
         for (int other = WARP / 2; other > 0; other /= 2) {
             take(__shfl_xor_sync(0xffffffffu, best, other), __shfl_xor_sync(0xffffffffu, at, other));
@@ -188,11 +197,10 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     };
     float highest = -infinity();
     bool odd = false;  // whether there is a logit that is no number, or has no bound
-    const int likeliest = choose([&](int i) {
-        const float v = to_float(logits[i]);
+    const int likeliest = choose([&](int i, float v) {
         highest = fmaxf(highest, v);
         odd |= !(v < infinity());
-        return score(i);
+        return score(i, v);
     });
     highest = __syncthreads_or(odd) ? infinity() : group_max<WARPS>(highest, s.reduced);
     if (threadIdx.x == 0) logit[row] = highest;
@@ -202,18 +210,17 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     }
 
     // Top-k keeps what fewer than k scores exceed, top-p what scores of less than p together exceed.
-    const float largest = score(likeliest);
+    const float largest = score(likeliest, to_float(logits[likeliest]));
     unsigned line = 0;  // the least key that stays
 #pragma unroll 1
     for (int rule = 0; rule < 2; ++rule) {
         const bool by_count = rule == 0;
         if (by_count ? top_k[row] >= VOCAB : top_p[row] >= 1.f) continue;
         const auto each_kept = [&](auto f) {
-#pragma unroll UNROLL
-            for (int i = threadIdx.x; i < VOCAB; i += BLOCK) {
-                const float v = score(i);
+            each([&](int i, float logit) {
+                const float v = score(i, logit);
                 if (ordered(v) >= line) f(v);
-            }
+            });
         };
         float sum = 0.f;
         if (!by_count) each_kept([&](float v) { sum += exp2_approx((v - largest) * LOG2_E); });
@@ -226,8 +233,8 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     }
     const float floor = largest + logf(min_p[row]);
     const unsigned key = static_cast<unsigned>(noise[row * capacity + min(past, capacity - 1)]);
-    const int drawn = choose([&](int i) {
-        const float v = score(i);
+    const int drawn = choose([&](int i, float logit) {
+        const float v = score(i, logit);
         return ordered(v) >= line && v >= floor ? v + gumbel_noise(key, i) : -infinity();
     });
     if (threadIdx.x == 0) token[row] = drawn;

@@ -34,7 +34,19 @@ class Decode : Choice<M> {
    private:
     using Ending::Ending;
 
-    // What stays as it is for the whole launch.
+    // What stays as it is for the whole launch: of every layer the biases of both projections, as far as they are the block's,
+    // all asked for at once,
+    __device__ __forceinline__ void look_up_biases() {
+        constexpr int OF_OUT = M::OUT_UNITS * TILE_OUTPUTS;
+        for (int i = thread_index(); i < M::LAYERS * BIASES; i += THREADS) {
+            const bool second = i % BIASES >= OF_OUT;
+            const int output = desk.plan.first[second ? PROJ : OUT] * TILE_OUTPUTS + i % BIASES - (second ? OF_OUT : 0);
+            layer = i / BIASES;
+            desk.bias[i] = output < WIDTH ? vectors((second ? 3 : 1) * WIDTH)[output] : from_float<T>(0.f);
+        }
+    }
+
+    // and of every row what it asks for.
     __device__ __forceinline__ void look_up_rows() {
         const int row = thread_index();
         if (row < ROWS) {
@@ -110,17 +122,7 @@ class Decode : Choice<M> {
 
    public:
     __device__ __forceinline__ void run() {
-        for (layer = 0; layer < M::LAYERS; ++layer) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Stage stage = i == 0 ? OUT : PROJ;
-                T* target = desk.bias + layer * BIASES + i * M::OUT_UNITS * TILE_OUTPUTS;
-                for (int own = thread_index(); own < desk.plan.units[stage] * TILE_OUTPUTS; own += THREADS) {
-                    const int output = desk.plan.first[stage] * TILE_OUTPUTS + own;
-                    target[own] = output < WIDTH ? vectors((1 + 2 * i) * WIDTH)[output] : from_float<T>(0.f);
-                }
-            }
-        }
+        look_up_biases();
         look_up_rows();
         for (int token = 0; token < a.count; ++token) {
             prepare_token();

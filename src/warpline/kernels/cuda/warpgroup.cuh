@@ -1,0 +1,106 @@
+// Products of a warpgroup: four neighbouring warps multiply together, and read what they multiply from shared memory
+// themselves, so that no instruction is spent on bringing it into registers (sm_90).
+#pragma once
+#include "common.cuh"
+#include "ptx.cuh"
+
+namespace warpline {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool HAS_WARPGROUPS = true;
+#else
+constexpr bool HAS_WARPGROUPS = false;
+#endif
+
+// A tile is rows of 64 elements of 16 bits, and begins at a multiple of its eight rows. Chunk c of row r stands at
+// c ^ r % 8, so that neither eight neighbouring rows nor the chunks of one row meet on a bank.
+constexpr int GROUP_ROW = 64, GROUP_TILE_BYTES = 8 * 128;
+
+__device__ __forceinline__ int group_place(int row, int chunk) { return row * GROUP_ROW + (chunk ^ row % 8) * 8; }
+
+// As TileMover, into such a tile.
+template <typename T, int ROWS, int THREADS>
+struct GroupTileMover {
+    static constexpr bool ASYNC = true;
+    static constexpr int STRIDE = THREADS / 8, STEPS = ceil_div(ROWS, STRIDE);
+    static_assert(STRIDE % 8 == 0);
+    const int row, chunk;
+    const T* mine;
+    const long long stride;
+
+    __device__ __forceinline__ GroupTileMover(const T* source, long long row_stride)
+        : row(threadIdx.x / 8), chunk(threadIdx.x % 8), mine(source + row * row_stride + chunk * 8), stride(STRIDE * row_stride) {}
+
+    __device__ __forceinline__ void fetch(T* tile, long long offset, int rows, int) {
+        const T* at = mine + offset;
+        T* target = tile + group_place(row, chunk);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (ROWS % STRIDE != 0 && row + step * STRIDE >= ROWS) break;
+            copy_async(target + step * STRIDE * GROUP_ROW, at + step * stride, row + step * STRIDE < rows);
+        }
+    }
+    __device__ __forceinline__ void deposit(T*) const {}
+};
+
+// What copies brought is there for the unit that multiplies, once everybody has met behind this.
+__device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// How the hardware is told of a tile.
+__device__ __forceinline__ unsigned long long describe_tile(const void* tile) {
+    constexpr unsigned long long EIGHT_ROWS = GROUP_TILE_BYTES / 16, SWIZZLED = 1ull << 62;
+    return (shared_address(tile) & 0x3ffffu) >> 4 | EIGHT_ROWS << 16 | EIGHT_ROWS << 32 | SWIZZLED;
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WARPLINE_SUMS(c)                                                                                                         \
+    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),      \
+        "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]),  \
+        "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),  \
+        "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
+#define WARPLINE_SUM_NAMES                                                                                                    \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "    \
+    "%25, %26, %27, %28, %29, %30, %31}"
+// c (+)= a b^T, where a is 64 x 16 and b 64 x 16, both in tiles; c is as in m16n8k16, a warp's 16 rows and 8 times 8 columns.
+#define WARPLINE_MULTIPLY_TILES(TYPE, NAME)                                                                                   \
+    template <>                                                                                                               \
+    __device__ __forceinline__ void multiply_tiles<TYPE>(float(&c)[8][4], unsigned long long a, unsigned long long b, bool adds) { \
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\twgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME   \
+                     " " WARPLINE_SUM_NAMES ", %32, %33, p, 1, 1, 0, 0;\n\t}"                                                 \
+                     : WARPLINE_SUMS(c)                                                                                       \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(adds)));                                                          \
+    }
+// c += a b, where a is 64 x 16 in registers and b 16 x 64 in a tile.
+#define WARPLINE_MULTIPLY_ROWS(TYPE, NAME)                                                                                    \
+    template <>                                                                                                               \
+    __device__ __forceinline__ void multiply_rows<TYPE>(float(&c)[8][4], const unsigned(&a)[4], unsigned long long b) {       \
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME     \
+                     " " WARPLINE_SUM_NAMES ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n\t}"                                   \
+                     : WARPLINE_SUMS(c)                                                                                       \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
+    }
+template <typename T>
+__device__ __forceinline__ void multiply_tiles(float (&c)[8][4], unsigned long long a, unsigned long long b, bool adds);
+template <typename T>
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned (&a)[4], unsigned long long b);
+WARPLINE_MULTIPLY_TILES(__half, "f16")
+WARPLINE_MULTIPLY_TILES(__nv_bfloat16, "bf16")
+WARPLINE_MULTIPLY_ROWS(__half, "f16")
+WARPLINE_MULTIPLY_ROWS(__nv_bfloat16, "bf16")
+
+// Registers that products read or add to are what they should be.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// All products are done.
+__device__ __forceinline__ void end_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// The compiler does not know that products run by themselves: nothing that is done to these moves past this.
+__device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : WARPLINE_SUMS(c)::"memory"); }
+__device__ __forceinline__ void settle(unsigned (&a)[4]) {
+    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+#endif
+
+}  // namespace warpline
