@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from warpline.config import ModelConfig, SamplingParams
-from warpline.kernels.launch import copy_bytes
 from warpline.model.gpt2 import KVCache
 
 
@@ -207,11 +206,7 @@ class State:
             self.tokens[: len(prompts), : lengths[0]].copy_(torch.stack(prompts))
             return
         for row in there:
-            prompt = prompts[row]
-            if prompt.is_cuda and prompt.dtype == torch.int64 and prompt.is_contiguous():
-                copy_bytes(self.tokens, row * self.capacity * 8, prompt, lengths[row] * 8)
-            else:
-                self.tokens[row, : lengths[row]].copy_(prompt)
+            self.tokens[row, : lengths[row]].copy_(prompts[row])
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""
@@ -255,23 +250,18 @@ class _Mirrored:
         on_gpu = device.type == "cuda"
         self.there = torch.zeros(count, dtype=kind, device=device)
         self.here = torch.zeros(count, dtype=kind, pin_memory=on_gpu)
-        self._sent: torch.cuda.Event | None = None
-        if on_gpu:
-            self._sent = torch.cuda.Event()
-            self._sent.record(torch.cuda.current_stream(device))
+        self._sent = torch.cuda.Event() if on_gpu else None
 
     def ready(self) -> Tensor:
-        """The host's, once nobody is reading it any more. To ask is also what tells a new thread which GPU it is at."""
+        """The host's, once nobody is reading it any more."""
         if self._sent is not None:
             self._sent.synchronize()
         return self.here
 
     def send(self, count: int) -> None:
         """Bring the first elements over."""
-        if self._sent is None:
-            self.there[:count].copy_(self.here[:count])
-        else:
-            copy_bytes(self.there, 0, self.here, count * self.here.itemsize)
+        self.there[:count].copy_(self.here[:count], non_blocking=True)
+        if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.there.device))
 
 

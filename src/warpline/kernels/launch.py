@@ -104,15 +104,6 @@ class Module:
         _check(driver, status, f"launching {self.label}")
 
 
-def copy_bytes(target: Tensor, offset: int, source: Tensor, count: int) -> None:
-    """Enqueue a copy of the first bytes of `source`, which may be pinned, into `target` from byte `offset` on: what an
-    operator of torch does, for less of the host's time. Both are contiguous."""
-    driver = _driver()
-    stream = torch.cuda.current_stream(target.device).cuda_stream
-    (status,) = driver.cuMemcpyAsync(target.data_ptr() + offset, source.data_ptr(), count, stream)
-    _check(driver, status, f"copying {count:,} bytes")
-
-
 class Arguments:
     """What a kernel takes, packed as the driver wants it: every argument in words of its own, and pointers to them."""
 
