@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from warpline.bench import charts, report
+from warpline.bench.methods.names import METHODS
 from warpline.bench.workloads import WORKLOADS
 from warpline.engine import speeds
 
@@ -14,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 #: The workload whose bars are drawn; contexts are drawn wherever there are several.
 DRAWN = "reference"
-#: The machine, model and dtype that the README shows.
-SHOWN = ("nvidia-h200", "random:gpt2", "fp16")
+#: The machine, model and dtype that the README shows, where a run counts if it has what the others are compared with.
+SHOWN, BASELINE = ("nvidia-h200", "random:gpt2", "fp16"), next(iter(METHODS))
 
 
 def machines() -> dict[str, list[report.Row]]:
@@ -28,7 +29,11 @@ def machines() -> dict[str, list[report.Row]]:
     found = {}
     for path in sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True):  # GPUs before the CPU
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.parent.name] = sorted(report.newest(rows), key=place)
+        shown = [
+            row for row in rows if (path.parent.name, row["model"], row["dtype"], row["workload"]) == (*SHOWN, DRAWN)
+        ]
+        others = [row for row in rows if row not in shown]
+        found[path.parent.name] = sorted([*report.newest(shown, BASELINE), *report.newest(others)], key=place)
     return found
 
 

@@ -96,4 +96,7 @@ def test_only_the_newest_run_of_a_case_counts_and_who_is_missing_from_it_is_name
     ]  # fmt: skip
     assert found[0]["seconds"] == 2.5
     assert [r["seconds"] for r in found if r["batch"] == 8] == [9.0]
-    assert "torch, hf-sdpa (left out: only in earlier runs)" in report.markdown(found)
+    assert "torch, hf-sdpa (left out: only in other runs)" in report.markdown(found)
+    found = report.newest([*earlier, *later], having="hf-sdpa")
+    assert [r["method"] for r in found if r["status"] == "ok"] == ["naive", "torch", "hf-sdpa"]
+    assert found[0]["seconds"] == 2.0

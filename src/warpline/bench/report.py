@@ -38,17 +38,18 @@ def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     return groups
 
 
-def newest(rows: Sequence[Row]) -> list[Row]:
-    """The rows of each case's newest run: what was measured at different times is not compared. Who was only in earlier
-    runs is named, without figures."""
+def newest(rows: Sequence[Row], having: str | None = None) -> list[Row]:
+    """The rows of each case's newest run, or of the newest `having` a method where there is one: what was measured at
+    different times is not compared. Who was only in other runs is named, without figures."""
     found = []
     for group in grouped(rows).values():
-        latest = max(row["time"] for row in group)
+        wanted = [row["time"] for row in group if row["method"] == having]
+        latest = max(wanted or [row["time"] for row in group])
         current = [row for row in group if row["time"] == latest]
         there = {row["method"] for row in current}
         earlier = dict.fromkeys(row["method"] for row in group if row["status"] == "ok" and row["method"] not in there)
         shared = {name: current[0][name] for name in (*CASE, *_OF_A_RUN) if name in current[0]}
-        left_out = shared | {"status": "left out", "why": "only in earlier runs"}
+        left_out = shared | {"status": "left out", "why": "only in other runs"}
         found += [*current, *(left_out | {"method": name} for name in earlier)]
     return found
 
