@@ -7,8 +7,8 @@
 // are on their way while this one is computed. Where there are few blocks, TEAMS of warps share the keys of a step, each
 // with a softmax of its own, and are merged in order at the end.
 // The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
-// length[b] positions exist; a query beyond them gets zeros, a key beyond them does not go into the cache. With window > 0 a query sees that many positions, its own
-// included, and keys that nobody in the block can see are never read.
+// length[b] positions exist; a query beyond them gets zeros, a key beyond them does not go into the cache. With window > 0 a
+// query sees that many positions, its own included, and keys that nobody in the block can see are never read.
 // Traffic: q and y once; k and v once per block, mostly from L2.
 #pragma once
 #include "online.cuh"
