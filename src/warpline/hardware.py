@@ -5,7 +5,6 @@ A figure nobody knows is None and prints as "n/a"; nothing is guessed.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -13,7 +12,6 @@ import platform
 import re
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -50,24 +48,6 @@ class Device:
     def supports(self, dtype: str) -> bool:
         """Whether `dtype` can be computed with."""
         return self.kind != "cuda" or self.arch is None or arch_supports(self.arch, dtype)
-
-
-def wake_gpu(device: str) -> None:
-    """Have the driver set up the GPU that `device` means while something else takes its time, such as importing torch.
-    Where that fails, whoever needs the GPU will say why."""
-    if device != "auto" and not device.startswith("cuda"):
-        return
-
-    def wake() -> None:
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-        except OSError:  # no driver, so nothing to wake
-            return
-        gpu, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(device.partition(":")[2] or 0)) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
-
-    threading.Thread(target=wake, daemon=True, name="wake-gpu").start()
 
 
 def arch_number(arch: str) -> int:

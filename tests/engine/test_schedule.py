@@ -70,7 +70,7 @@ def test_a_padded_vocabulary_changes_nothing(
     assert head["padded_head.weight"].shape[0] == 50304
     if params.logprobs is not None:
         values = [[t.logprob for c in completions for t in c.logprobs or ()] for completions in (found, expected)]
-        assert values[0] == pytest.approx(values[1], rel=1e-4)
+        assert values[0] == pytest.approx(values[1], rel=16 * 2**-24)  # float32, added in another order
 
 
 def test_window_and_end_of_text() -> None:

@@ -47,10 +47,12 @@ def newest(rows: Sequence[Row], having: str | None = None) -> list[Row]:
         latest = max(wanted or [row["time"] for row in group])
         current = [row for row in group if row["time"] == latest]
         there = {row["method"] for row in current}
-        earlier = dict.fromkeys(row["method"] for row in group if row["status"] == "ok" and row["method"] not in there)
+        elsewhere = dict.fromkeys(
+            row["method"] for row in group if row["status"] == "ok" and row["method"] not in there
+        )
         shared = {name: current[0][name] for name in (*CASE, *_OF_A_RUN) if name in current[0]}
         left_out = shared | {"status": "left out", "why": "only in other runs"}
-        found += [*current, *(left_out | {"method": name} for name in earlier)]
+        found += [*current, *(left_out | {"method": name} for name in elsewhere)]
     return found
 
 

@@ -82,6 +82,7 @@ class CpuExecutor(Executor):
         weakref.finalize(self, self._team.close).atexit = False  # a thread must not wake while Python ends
         self._alone = threading.Lock()
         self._prompts = CpuPrompts(weights)
+        self._head = weights.head
         #: Whose memory the addresses are of.
         self._tensors = {
             name: value.float().contiguous() if value.dim() == 1 or name == "wpe.weight" else value
@@ -165,8 +166,7 @@ class CpuExecutor(Executor):
         if given:
             del stages[-4:]  # of the last layer nothing but keys and values
         else:
-            head = "lm_head" if "lm_head.weight" in self._tensors else "wte"
-            stages.append(self._product(head, Form.STORED, x, logits, norm="ln_f"))
+            stages.append(self._product(self._head, Form.STORED, x, logits, norm="ln_f"))
         told: dict[Word, Any] = {
             Word.BATCH: batch,
             Word.ROWS: rows,

@@ -38,8 +38,7 @@ class CpuPrompts:
     def logits(self, state: State) -> Tensor:
         """All tokens, and what follows the last of every prompt."""
         x = self._layers(state, state.longest, state.length[: state.batch] - 1)
-        head = "lm_head" if "lm_head.weight" in self._weights.tensors else "wte"
-        return self._product(head, self._normal("ln_f", x[:, 0]))
+        return self._product(self._weights.head, self._normal("ln_f", x[:, 0]))
 
     def _layers(self, state: State, length: int, last: Tensor | None) -> Tensor:
         """Keys and values of `length` tokens, and what the last layer makes of the positions `last` [B], if any are

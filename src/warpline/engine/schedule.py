@@ -114,7 +114,7 @@ def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) 
     """From the last hidden state, of which ln_f.out may be there already, to what `end` says."""
     epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
     few, norm = batch <= MOST_MATVEC_ROWS, ("ln_f.weight", "ln_f.bias")
-    head = "lm_head.weight" if "lm_head.weight" in weights.tensors else "wte.weight"
+    head = f"{weights.head}.weight"
     append = Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)
     if end == "likeliest" and few:
         return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
@@ -131,8 +131,11 @@ def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) 
 def room_for_logits(weights: Weights, rows: int) -> Tensor:
     """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
     vocab = weights.config.vocab_size
-    some = weights.tensors["wte.weight"]
-    return some.new_empty(rows, vocab + (-vocab % VOCAB_STEP if rows > MOST_OWN_ROWS else 0))
+    return weights.tensors["wte.weight"].new_empty(rows, vocab + (_padding(vocab) if rows > MOST_OWN_ROWS else 0))
+
+
+def _padding(vocab: int) -> int:
+    return -vocab % VOCAB_STEP
 
 
 def padded_head(weights: Weights, state: State, rows: int) -> dict[str, Tensor]:
@@ -140,8 +143,8 @@ def padded_head(weights: Weights, state: State, rows: int) -> dict[str, Tensor]:
     if rows <= MOST_OWN_ROWS:
         return {}
     if "padded_head" not in state.kept:
-        head = weights.tensors.get("lm_head.weight", weights.tensors["wte.weight"])
-        pad = -len(head) % VOCAB_STEP
+        head = weights.tensors[f"{weights.head}.weight"]
+        pad = _padding(len(head))
         bias = F.pad(head.new_zeros(len(head)), (0, pad), value=-torch.inf)
         state.kept["padded_head"] = {"padded_head.weight": F.pad(head, (0, 0, 0, pad)), "padded_head.bias": bias}
     made: dict[str, Tensor] = state.kept["padded_head"]

@@ -47,7 +47,7 @@ def record(weights: Weights, plan: Plan) -> Tapes:
         for layer in range(extents.layers):
             found = tiles(tensors[f"h.{layer}.{name}"], plan, stage)  # [unit, warp · step, element]
             tape[places[stage] + layer * stride] = found.unflatten(1, (plan.warps, -1)).transpose(1, 2)
-    head = tiles(tensors.get("lm_head.weight", some), plan, "head")  # [unit, step, element]
+    head = tiles(tensors[f"{weights.head}.weight"], plan, "head")  # [unit, step, element]
     within = torch.cat([torch.arange(units) for units in plan.units["head"]]).to(some.device)
     tape[places["head"], within[:, None] % plan.warps] = head
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]

@@ -41,6 +41,11 @@ class Weights:
     tensors: dict[str, Tensor]
     folder: Path | None = None  # where it came from, if it has files of its own
 
+    @property
+    def head(self) -> str:
+        """The module whose matrix makes logits: one of its own, or the embedding."""
+        return "lm_head" if "lm_head.weight" in self.tensors else "wte"
+
     def tokenizer(self) -> Tokenizer:
         """The model's own tokenizer, or GPT-2's where it brings none."""
         return Tokenizer.gpt2() if self.folder is None else Tokenizer.from_folder(self.folder)
