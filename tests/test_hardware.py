@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,17 @@ def test_missing_gpu_is_explained() -> None:
     else:
         with pytest.raises(DeviceError, match="--device cpu"):
             hardware.describe("cuda")
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_waking_a_gpu_holds_nobody_up(device: str) -> None:
+    hardware.wake_gpu(device)
+    for thread in threading.enumerate():
+        if thread.name == "wake-gpu":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_cpu_needs_no_waking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpline.hardware.threading.Thread", None)
+    hardware.wake_gpu("cpu")

@@ -5,6 +5,7 @@ A figure nobody knows is None and prints as "n/a"; nothing is guessed.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,6 +50,24 @@ class Device:
     def supports(self, dtype: str) -> bool:
         """Whether `dtype` can be computed with."""
         return self.kind != "cuda" or self.arch is None or arch_supports(self.arch, dtype)
+
+
+def wake_gpu(device: str) -> None:
+    """Have the driver set up the GPU that `device` means while torch is imported; the first to use it need not wait the
+    0.3 s then (H200). Where that fails, whoever needs the GPU will say why."""
+    if device != "auto" and not device.startswith("cuda"):
+        return
+
+    def wake() -> None:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:  # no driver, so nothing to wake
+            return
+        gpu, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(device.partition(":")[2] or 0)) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
+
+    threading.Thread(target=wake, daemon=True, name="wake-gpu").start()
 
 
 def arch_number(arch: str) -> int:

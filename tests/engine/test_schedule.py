@@ -16,7 +16,7 @@ from warpline.engine import prompts as passes
 from warpline.engine import schedule
 from warpline.engine.executor import create
 from warpline.engine.kernels_exec import KernelsExecutor
-from warpline.engine.schedule import buffers, decode_step
+from warpline.engine.schedule import block_parameters, buffers, decode_step, head_parameters
 from warpline.engine.state import Request, State
 from warpline.errors import ConfigError
 from warpline.model.weights import load
@@ -58,19 +58,26 @@ def test_tokens_equal_torchs(pair: tuple[LLM, LLM], count: int, params: Sampling
         SamplingParams(temperature=0, max_tokens=6, logprobs=2),
     ],
 )
-def test_a_padded_vocabulary_changes_nothing(
-    pair: tuple[LLM, LLM], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schedule, "MOST_OWN_ROWS", 9)
-    ours, theirs = LLM(SMALL, device="cpu", executor="kernels"), pair[1]
-    found, expected = (llm.generate(prompts(10), params) for llm in (ours, theirs))
+def test_a_padded_vocabulary_changes_nothing(pair: tuple[LLM, LLM], params: SamplingParams) -> None:
+    assert decode_step(load(SMALL), 10, "logits")[-1].inputs[1] == "padded_head.weight"
+    found, expected = (llm.generate(prompts(10), params) for llm in pair)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-    assert ours._idle is not None
-    head = ours._idle.kept["padded_head"]
-    assert head["padded_head.weight"].shape[0] == 50304
     if params.logprobs is not None:
         values = [[t.logprob for c in completions for t in c.logprobs or ()] for completions in (found, expected)]
         assert values[0] == pytest.approx(values[1], rel=16 * 2**-24)  # float32, added in another order
+
+
+@pytest.mark.parametrize("batch", [9, 30])
+def test_tokens_where_products_standardise_their_rows(
+    pair: tuple[LLM, LLM], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "runs_at_once", lambda *_: True)
+    ours, params = LLM(SMALL, device="cpu", executor="kernels"), SamplingParams(temperature=0, max_tokens=9)
+    ops = {step.op for step in decode_step(load(SMALL), batch, "likeliest")}
+    assert {"row_statistics", "standard_matmul_bias", "standard_matmul_bias_gelu", "group_matmul_bias_residual"} <= ops
+    assert ops.isdisjoint({"residual_layernorm", "matmul_bias_gelu"})
+    found, expected = (llm.generate(prompts(batch), params) for llm in (ours, pair[1]))
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
 
 
 def test_window_and_end_of_text() -> None:
@@ -93,12 +100,14 @@ def test_window_and_end_of_text() -> None:
     assert run("kernels", eos) == run("torch", eos)
 
 
-@pytest.mark.parametrize("batch", [1, 8, 9])
-def test_every_name_is_somebodys(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "at_once"), [(1, False), (8, False), (9, False), (9, True)])
+def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step reads is a parameter, state, or written before; what it writes has room."""
+    monkeypatch.setattr(schedule, "runs_at_once", lambda *_: at_once)
     weights = load(SMALL)
     state = State(weights.config, batch, 20, device=CPU, dtype=torch.float32)
     named = buffers(weights, state, batch)
+    parameters = {**block_parameters(weights, batch), **head_parameters(weights, batch)}
     for end in ("likeliest", "drawn", "logits"):
         written: set[int] = set()
         for step in decode_step(weights, batch, end):
@@ -108,7 +117,7 @@ def test_every_name_is_somebodys(batch: int) -> None:
                 assert tuple(named[name].shape) == buffer.shape(dims), (step.op, name)
                 written.add(named[name].untyped_storage().data_ptr())
             for name in step.inputs:
-                fixed = name in weights.tensors or hasattr(state, name) or name.endswith((".k", ".v"))
+                fixed = name in parameters or hasattr(state, name) or name.endswith((".k", ".v"))
                 assert fixed or named[name].untyped_storage().data_ptr() in written, (step.op, name)
 
 

@@ -41,7 +41,7 @@ def test_fp32_tokens_of_gpt2(name: str, lengths: list[int], new: int) -> None:
 
 @NAMES
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("batch", [1, 8, 32, 160])
+@pytest.mark.parametrize("batch", [1, 8, 32, 100, 160])
 def test_half_precision_is_judged_right(name: str, dtype: str, batch: int) -> None:
     weights = load("random:gpt2", dtype=dtype, device="cuda")
     asked = requests(weights, [30] * batch, 30)
@@ -87,8 +87,7 @@ def test_window(name: str) -> None:
 def test_a_library_computes_the_logits_of_many(params: Params) -> None:
     weights = load(SMALL, device="cuda")
     asked = requests(weights, [3 + i % 5 for i in range(MOST_OWN_ROWS + 2)], 12, params)
-    found, state = run(create("graph", weights, GPU, "fp32"), asked)
-    assert "padded_head" in state.kept
+    found, _ = run(create("graph", weights, GPU, "fp32"), asked)
     assert found == run(create("torch", weights, GPU, "fp32"), asked)[0]
 
 
@@ -96,7 +95,7 @@ def test_a_new_thread_takes_prompts_from_the_device() -> None:
     weights = load(SMALL, device="cuda")
     executor = create("graph", weights, GPU, "fp32")
     asked = requests(weights, [9, 30], 12)
-    there = [replace(one, prompt=torch.tensor(one.prompt, device=GPU)) for one in asked]
+    there = [one._replace(prompt=torch.tensor(one.prompt, device=GPU)) for one in asked]
     expected, state = run(executor, asked)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(state.begin, there).result()

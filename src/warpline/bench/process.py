@@ -14,6 +14,9 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from warpline.bench.methods.names import OURS
+from warpline.hardware import wake_gpu
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,6 +63,8 @@ def _start(job: str, cache: str) -> dict[str, Any]:
 def main(job: str) -> None:
     """Be the process."""
     asked = json.loads(job)
+    if asked["method"] in OURS:  # as `warpline generate` does
+        wake_gpu(asked["device"])
 
     import torch
 

@@ -11,6 +11,7 @@ import typer
 
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError
+from warpline.hardware import wake_gpu
 from warpline.model.builtin import DEFAULT
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def generate(
     )
     # Settings are checked before torch is imported, so that a mistake is answered at once.
     EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
+    wake_gpu(device)
 
     from warpline.engine.engine import LLM
 

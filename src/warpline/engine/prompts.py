@@ -14,7 +14,7 @@ from torch import Tensor
 from warpline.config import ACTIVATIONS
 from warpline.engine.bind import bind, captured
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import Step, blocks, ending, on_memory, room_for_logits
+from warpline.engine.schedule import Step, block_parameters, blocks, ending, on_memory, room_for_logits, with_statistics
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.weights import Weights
@@ -116,14 +116,16 @@ def _memory(weights: Weights, state: State, batch: int, length: int) -> dict[str
     by_head = qkv.view(batch, length, 3, config.n_head, config.head_size)
     q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
     heads = attention.view(batch, length, config.n_head, config.head_size)
-    found = weights.tensors | {"places": weights.tensors["wpe.weight"][:length]}
+    found = {**block_parameters(weights, rows), "places": weights.tensors["wpe.weight"][:length]}
     found |= {"tokens": state.tokens[:batch], "length": state.length[:batch]}
     by_sequence = {"embedded": x, "projected": projected, "residual": middle}
     found |= {name: tensor.view(batch, length, -1) for name, tensor in by_sequence.items()}
+    statistics = with_statistics({"in": x, "middle": middle})
     for layer in range(config.n_layer):
         own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
         own |= {"ln_1.out": normal, "ln_2.out": normal, "hidden": hidden}
         own |= {"attn.c_proj.out": projected, "mlp.c_proj.out": projected}
+        own |= statistics
         own |= {"cache_k": state.cache.k[layer, :batch], "cache_v": state.cache.v[layer, :batch]}
         found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
     return found

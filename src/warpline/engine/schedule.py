@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from warpline.engine.bind import MOST_OWN_ROWS, Bound
+from warpline.engine.bind import MOST_OWN_ROWS, Bound, runs_at_once
+from warpline.engine.forms import padded_head, padding, standard_name, standard_products
 from warpline.engine.state import State
 from warpline.kernels.catalog import find
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.kernels.spec import KernelSpec
 from warpline.model.weights import Weights
 
-#: Where a library computes the logits it gets a vocabulary of a multiple of these: 256 rows take it 38 µs with 50,304
-#: tokens and 212 with GPT-2's 50,257 (H200).
-VOCAB_STEP = 64
 #: What `sample` and `append_token` read of a state, in their order.
 SAMPLED_BY = (
     "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
@@ -51,28 +48,36 @@ def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], *, ope
     one's output, or, with an open end, with its projection, which is still to be added to h.{last}.middle."""
     config = weights.config
     epsilon, last = {"epsilon": config.layer_norm_epsilon}, config.n_layer - 1
-    few, steps = rows <= MOST_MATVEC_ROWS, list[Step]()
+    few, whole, steps = rows <= MOST_MATVEC_ROWS, is_whole(weights, rows), list[Step]()
 
     def normal_product(norm: str, name: str, source: str, target: str, layer: int, activation: str = "") -> None:
-        """LayerNorm and a product of it: one op for a few rows; for many the LayerNorm is there already."""
+        """LayerNorm and a product of it: one op, or, for many rows, the LayerNorm is there already."""
         if few:
             op, inputs = f"layernorm_matvec_bias{activation}", (source, *_affine(norm), *_affine(name))
             steps.append(Step(op, inputs, (target,), epsilon, layer))
+        elif whole:
+            both = standard_name(norm, name)
+            read = (source, f"{source}.statistics", f"{both}.weight", f"{both}.sums", f"{both}.bias")
+            steps.append(Step(f"standard_matmul_bias{activation}", read, (target,), epsilon, layer))
         else:
             op = f"matmul_bias{activation}"
             steps.append(Step(op, (f"{norm}.out", *_affine(name)), (target,), layer=layer))
 
     def residual_product(name: str, source: str, residual: str, target: str, norm: str, layer: int) -> None:
-        """A product and the residual: one op for a few rows; for many a second one does the next LayerNorm as well."""
+        """A product and the residual: one op, or, for many rows, a second one does the next LayerNorm as well."""
         if few:
-            inputs = (source, *_affine(name), residual)
-            steps.append(Step("matvec_bias_residual", inputs, (target,), layer=layer))
+            steps.append(Step("matvec_bias_residual", (source, *_affine(name), residual), (target,), layer=layer))
+        elif whole:
+            written = (target, f"{target}.statistics")
+            steps.append(Step("group_matmul_bias_residual", (source, *_affine(name), residual), written, layer=layer))
         else:
             steps.append(Step("matmul_bias", (source, *_affine(name)), (f"{name}.out",), layer=layer))
             inputs = (f"{name}.out", residual, *_affine(norm))
             steps.append(Step("residual_layernorm", inputs, (target, f"{norm}.out"), epsilon, layer))
 
-    if not few:
+    if whole and not few:
+        steps.append(Step("row_statistics", ("h.0.in",), ("h.0.in.statistics",), layer=0))
+    elif not whole:
         steps.append(Step("layernorm", ("h.0.in", *_affine("h.0.ln_1")), ("h.0.ln_1.out",), epsilon, 0))
     for layer in range(config.n_layer):
         h, projection = f"h.{layer}", f"h.{layer}.mlp.c_proj"
@@ -88,6 +93,35 @@ def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], *, ope
             following = f"h.{layer + 1}.ln_1" if layer < last else "ln_f"
             residual_product(projection, f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
     return steps
+
+
+def is_whole(weights: Weights, rows: int) -> bool:
+    """Whether the blocks' LayerNorms and residuals are part of their products: for a few rows, and where the GPU can
+    have all of a product on its way at once."""
+    if rows <= MOST_MATVEC_ROWS:
+        return True
+    width, inner, some = weights.config.n_embd, weights.config.inner, weights.tensors["wte.weight"]
+    shapes = {
+        "standard_matmul_bias": (3 * width, width),
+        "standard_matmul_bias_gelu": (inner, width),
+        "group_matmul_bias_residual": (width, inner),
+    }
+    return rows <= MOST_OWN_ROWS and all(
+        runs_at_once(find(op), some, {"rows": rows, "outputs": outputs, "inputs": inputs})
+        for op, (outputs, inputs) in shapes.items()
+    )
+
+
+def block_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
+    """What blocks of `rows` rows may name of them."""
+    if rows <= MOST_MATVEC_ROWS or not is_whole(weights, rows):
+        return weights.tensors
+    return weights.tensors | standard_products(weights)
+
+
+def head_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
+    """What the end of a pass may name of them."""
+    return weights.tensors if rows <= MOST_MATVEC_ROWS else weights.tensors | padded_head(weights)
 
 
 def _affine(name: str) -> tuple[str, str]:
@@ -107,7 +141,7 @@ def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
 
     steps = [Step("newest_embedding", ("tokens", "length", "wte.weight", "wpe.weight"), ("h.0.in",))]
     steps += blocks(weights, batch, attention, open_end=False)
-    return [*steps, *_ending(weights, batch, end, f"h.{config.n_layer}.in", normal=batch > MOST_MATVEC_ROWS)]
+    return [*steps, *_ending(weights, batch, end, f"h.{config.n_layer}.in", normal=not is_whole(weights, batch))]
 
 
 def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) -> list[Step]:
@@ -119,10 +153,10 @@ def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) 
     if end == "likeliest" and few:
         return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
     steps = [] if normal else [Step("layernorm", (last, *norm), ("ln_f.out",), epsilon)]
-    if batch > MOST_OWN_ROWS:
-        steps.append(Step("matmul_bias", ("ln_f.out", *_affine("padded_head")), ("logits",)))
+    if few:
+        steps.append(Step("matvec", ("ln_f.out", head), ("logits",)))
     else:
-        steps.append(Step("matvec" if few else "matmul", ("ln_f.out", head), ("logits",)))
+        steps.append(Step("matmul_bias", ("ln_f.out", *_affine("padded_head")), ("logits",)))
     if end == "logits":
         return steps
     return [*steps, Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos), append]
@@ -131,31 +165,21 @@ def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) 
 def room_for_logits(weights: Weights, rows: int) -> Tensor:
     """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
     vocab = weights.config.vocab_size
-    return weights.tensors["wte.weight"].new_empty(rows, vocab + (_padding(vocab) if rows > MOST_OWN_ROWS else 0))
-
-
-def _padding(vocab: int) -> int:
-    return -vocab % VOCAB_STEP
-
-
-def padded_head(weights: Weights, state: State, rows: int) -> dict[str, Tensor]:
-    """The LM head for many rows, made when it is first needed."""
-    if rows <= MOST_OWN_ROWS:
-        return {}
-    if "padded_head" not in state.kept:
-        head = weights.tensors[f"{weights.head}.weight"]
-        pad = _padding(len(head))
-        bias = F.pad(head.new_zeros(len(head)), (0, pad), value=-torch.inf)
-        state.kept["padded_head"] = {"padded_head.weight": F.pad(head, (0, 0, 0, pad)), "padded_head.bias": bias}
-    made: dict[str, Tensor] = state.kept["padded_head"]
-    return made
+    return weights.tensors["wte.weight"].new_empty(rows, vocab + (padding(vocab) if rows > MOST_MATVEC_ROWS else 0))
 
 
 def ending(weights: Weights, state: State, end: str, last: Tensor, logits: Tensor) -> list[Bound]:
     """The end of a step alone, for the first rows of `state`, from a hidden state for each."""
-    named = weights.tensors | _rows_of(state, len(last)) | padded_head(weights, state, len(last))
+    named = {**head_parameters(weights, len(last)), **_rows_of(state, len(last))}
     named |= {"last": last, "ln_f.out": torch.empty_like(last), "logits": logits}
     return on_memory(_ending(weights, len(last), end, "last", normal=False), named)
+
+
+def with_statistics(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Room for what a product leaves about the rows that it writes."""
+    return {
+        f"{name}.statistics": x.new_empty(x.shape[1] // 16, len(x), 2, dtype=torch.float32) for name, x in rows.items()
+    }
 
 
 def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:
@@ -190,7 +214,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
     def room(*columns: int) -> Tensor:
         return some.new_empty(batch, *columns)
 
-    found = weights.tensors | _rows_of(state, batch) | padded_head(weights, state, batch)
+    found = {**block_parameters(weights, batch), **head_parameters(weights, batch), **_rows_of(state, batch)}
     heads, depth = config.n_head, config.head_size
     for layer in range(config.n_layer):
         h = f"h.{layer}"
@@ -204,5 +228,6 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         for name in ("in", "middle", "ln_1.out", "ln_2.out", "attn.c_proj.out", "mlp.c_proj.out"):
             found[f"{h}.{name}"] = room(config.n_embd)
     found[f"h.{config.n_layer}.in"], found["ln_f.out"] = room(config.n_embd), room(config.n_embd)
+    found |= with_statistics({name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
     found["logits"] = room_for_logits(weights, batch)
     return found

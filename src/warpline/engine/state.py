@@ -15,7 +15,7 @@ import struct
 from collections.abc import Hashable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from warpline.config import ModelConfig, SamplingParams
 from warpline.model.gpt2 import KVCache
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One row to be generated."""
 
     prompt: Rows[int] | np.ndarray | Tensor  # a tensor on the state's device goes nowhere else
@@ -168,7 +167,14 @@ class State:
         there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
         self.batch, self.longest = batch, max(lengths)
         self._packed.ready()
-        rows = [_fields(request, given, vocab) for request, given in zip(requests, lengths, strict=True)]
+        if (
+            len({(id(request.params), request.limit, len(request.forced)) for request in requests})
+            == len(set(lengths))
+            == 1
+        ):
+            rows = [_fields(requests[0], lengths[0], vocab)] * batch  # mostly all are alike
+        else:
+            rows = [_fields(request, given, vocab) for request, given in zip(requests, lengths, strict=True)]
         rows += [_UNUSED] * (self.rows - batch)
         self._format.pack_into(self._fields_here, 0, *itertools.chain.from_iterable(zip(*rows, strict=True)))
         if len(there) == batch and not any(request.forced for request in requests):

@@ -25,7 +25,7 @@ TORCH_TYPES = {
     "int64": torch.int64,
     "bool": torch.bool,
 }
-_NAMES = {kind: name for name, kind in TORCH_TYPES.items()}
+DTYPES = {kind: name for name, kind in TORCH_TYPES.items()}
 
 
 class Module:
@@ -193,7 +193,7 @@ class Plan:
         first = inputs[spec.storage]
         if not first.is_cuda:
             raise ConfigError(f"{spec.name}: the inputs are on the CPU: move them to a GPU")
-        dtype, self._device = _NAMES.get(first.dtype), first.device.index
+        dtype, self._device = DTYPES.get(first.dtype), first.device.index
         self._target = arch or arch_of(self._device)
         if dtype is None or not spec.runs_on(dtype, self._target):
             kinds = ", ".join(spec.dtypes)

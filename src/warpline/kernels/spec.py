@@ -114,7 +114,10 @@ class Buffer:
 
 
 def _extent(name: str, dims: Dims) -> int:
-    """Of a dimension that is named, stated, or named plus a number: "rows", "1", "depth+2"."""
+    """Of a dimension that is named, stated, or follows from one: "rows", "1", "depth+2", "columns/8"."""
+    if "/" in name:
+        base, _, divisor = name.partition("/")
+        return dims[base] // int(divisor)
     base, _, more = name.partition("+")
     return (int(base) if base.isdigit() else dims[base]) + int(more or 0)
 
@@ -217,6 +220,8 @@ class KernelSpec:
     #: For an op whose output is an index: the scores [rows, choices] of which it takes the largest.
     scores: Callable[..., Tensor] | None = None
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
+    #: The archs that it is written for, or None for all.
+    archs: tuple[int, ...] | None = None
     #: Error that the op makes on purpose, relative to its largest result.
     approximation: float = 0.0
     test_dims: tuple[Dims, ...]
@@ -272,8 +277,8 @@ class KernelSpec:
                 wanted = ", ".join(buffer.dims)
                 raise ConfigError(f"{self.name}: {buffer.name} has {len(shape)} dimensions, expected ({wanted})")
             for name, extent in zip(buffer.dims, shape, strict=True):
-                known = int(name) if name.isdigit() else dims.setdefault(name, extent)
-                if known != extent and name.isdigit():
+                known = dims.setdefault(name, extent) if name.isidentifier() else _extent(name, dims)
+                if known != extent and not name.isidentifier():
                     raise ConfigError(f"{self.name}: {buffer.name} must have an extent of {name}, not {extent}")
                 if known != extent:
                     raise ConfigError(f"{self.name}: {buffer.name} has {name}={extent}, elsewhere it is {dims[name]}")
@@ -281,7 +286,8 @@ class KernelSpec:
 
     def runs_on(self, dtype: str, arch: str) -> bool:
         """Whether the op exists in `dtype` for `arch`."""
-        return dtype in self.dtypes and arch_supports(arch, dtype)
+        written = self.archs is None or arch_number(arch) in self.archs
+        return written and dtype in self.dtypes and arch_supports(arch, dtype)
 
     def number_values(self, dims: Dims, given: Mapping[str, float | None] | None = None) -> dict[str, Any]:
         """The numbers of a call: those given or named among `dims`, else the usual ones; unknown names are errors."""
@@ -352,7 +358,7 @@ class Variant:
     @property
     def smallest_launch(self) -> Launch:
         """A launch with every dimension that is not compiled in at 1: block and shared memory do not depend on them."""
-        ones = {name: 1 for a in self.spec.inputs for name in a.dims}
+        ones = {name: 1 for a in self.spec.inputs for name in a.dims if name.isidentifier()}
         return self.launch({**ones, **dict(self.constants)})
 
     def parameters(self) -> list[Buffer | Scalar]:

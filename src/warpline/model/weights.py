@@ -10,12 +10,14 @@ import functools
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -29,6 +31,8 @@ from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
+#: Random numbers that one generator draws, and tensors that are in memory at once meanwhile.
+_PART, _DRAWN_TOGETHER = 1 << 20, 16
 _NOT_PARAMETERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
@@ -40,11 +44,18 @@ class Weights:
     config: ModelConfig
     tensors: dict[str, Tensor]
     folder: Path | None = None  # where it came from, if it has files of its own
+    _forms: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def head(self) -> str:
         """The module whose matrix makes logits: one of its own, or the embedding."""
         return "lm_head" if "lm_head.weight" in self.tensors else "wte"
+
+    def form(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Some parameters in another form, made the first time."""
+        if name not in self._forms:
+            self._forms[name] = make()
+        return self._forms[name]
 
     def tokenizer(self) -> Tokenizer:
         """The model's own tokenizer, or GPT-2's where it brings none."""
@@ -163,17 +174,29 @@ def _random(model: str, device: torch.device, dtype: torch.dtype) -> Weights:
 def random_tensors(
     config: ModelConfig, seed: int, *, device: torch.device, dtype: torch.dtype, std: float = 0.02
 ) -> dict[str, Tensor]:
-    """Parameters as GPT-2 is initialised, except that no bias or scale is trivial: a mistake there must show."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = parameters.shapes(config)
+    """Parameters as GPT-2 is initialised, except that no bias or scale is trivial: a mistake there must show. Every
+    part of a tensor has a generator of its own, so that all cores can draw."""
+
+    def draw(part: tuple[int, int, Tensor]) -> None:
+        tensor, number, values = part
+        own = int(np.random.SeedSequence((seed, tensor, number)).generate_state(1)[0])  # 32 bits: torch uses no more
+        values.normal_(0, std, generator=torch.Generator().manual_seed(own))
+
     tensors: dict[str, Tensor] = {}
-    with progress("Drawing random weights", parameters.count(config)) as advance:
-        for name, shape in shapes.items():
-            value = torch.empty(shape).normal_(0, std, generator=generator)
-            if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
-                value += 1
-            _place(tensors, name, value, device, dtype)
-            advance(value.numel())
+    waiting = list(enumerate(parameters.shapes(config).items()))
+    with progress("Drawing random weights", parameters.count(config)) as advance, ThreadPoolExecutor() as pool:
+        while waiting:
+            some, waiting = waiting[:_DRAWN_TOGETHER], waiting[_DRAWN_TOGETHER:]
+            drawn = [(number, name, torch.empty(shape)) for number, (name, shape) in some]
+            parts = [
+                (number, i, part) for number, _, value in drawn for i, part in enumerate(value.view(-1).split(_PART))
+            ]
+            list(pool.map(draw, parts))
+            for _, name, value in drawn:
+                if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight")):
+                    value += 1
+                _place(tensors, name, value, device, dtype)
+                advance(value.numel())
     return tensors
 
 

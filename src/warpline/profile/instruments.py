@@ -32,7 +32,7 @@ from warpline.bench.methods.static_kv import StaticKV, StaticKVCompiled
 from warpline.engine.executor import Executor
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.prompts import Pass
-from warpline.engine.schedule import decode_step, padded_head
+from warpline.engine.schedule import block_parameters, decode_step, head_parameters
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.observe import observed
@@ -235,8 +235,8 @@ def sequencer_of(method: Method, phase: str) -> Sequencer | None:
         ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
     else:
         passes: dict[Any, Pass] = state.kept[executor._prompts]  # type: ignore[attr-defined]
-        parameters = weights.tensors | padded_head(weights, state, state.batch)
-        ops = _ops_of(list(passes.values())[-1], parameters)
+        (batch, length, _), prompt = list(passes.items())[-1]
+        ops = _ops_of(prompt, {**block_parameters(weights, batch * length), **head_parameters(weights, batch)})
     return lambda names: placed(names, ops)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from warpline.errors import one_of
-from warpline.kernels.catalog import attention, products, rows, tokens
+from warpline.kernels.catalog import attention, group, products, rows, tokens
 from warpline.kernels.spec import KernelSpec
 
 CATALOG: dict[str, KernelSpec] = {
@@ -21,6 +21,8 @@ CATALOG: dict[str, KernelSpec] = {
         rows.SOFTMAX,
         *products.MATVECS,
         *products.MATMULS,
+        group.ROW_STATISTICS,
+        *group.GROUP_MATMULS,
         attention.FLASH_ATTENTION,
         attention.PROMPT_ATTENTION,
         attention.DECODE_ATTENTION,

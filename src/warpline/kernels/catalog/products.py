@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 MOST_MATVEC_ROWS = 8
 
 
-def _reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callable[..., tuple[Tensor, ...]]:
+def product_reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """The product in torch, with what is fused with it."""
+
     def reference(*inputs: Tensor, epsilon: float = 0.0) -> tuple[Tensor, ...]:
         from torch.nn import functional as F
 
@@ -70,7 +72,8 @@ def _optional(present: bool, name: str, dims: str) -> Buffer | Absent:
     return reads(name, dims) if present else Absent(name)
 
 
-def _flops(dims: Dims) -> int:
+def product_flops(dims: Dims) -> int:
+    """A multiplication and an addition for each weight and row."""
     return 2 * dims["rows"] * dims["inputs"] * dims["outputs"]
 
 
@@ -123,8 +126,9 @@ def _matvec_launch(norm: bool) -> Callable[[Dims, Tunables, str], Launch]:
     return launch
 
 
-def _vectors(shapes: list[tuple[int, int, int]]) -> tuple[Dims, ...]:
-    return tuple({"rows": rows, "outputs": outputs, "inputs": inputs} for rows, outputs, inputs in shapes)
+def shapes(listed: list[tuple[int, int, int]]) -> tuple[Dims, ...]:
+    """Rows, outputs and inputs by name."""
+    return tuple({"rows": rows, "outputs": outputs, "inputs": inputs} for rows, outputs, inputs in listed)
 
 
 _ODD = [(2, n, n) for n in (1, 2, 3, 63, 65, 127, 129, 1023)] + [(3, 1024, 64), (1, 128, 1024)]
@@ -154,10 +158,10 @@ def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, 
         allows=matvec_allows,
         default=_matvec_defaults,
         launch=_matvec_launch(norm),
-        flops=_flops,
-        reference=_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),
-        test_dims=_vectors([*((rows, 768, 768) for rows in range(1, MOST_MATVEC_ROWS + 1)), (8, 192, 3072), *_ODD]),
-        bench_dims=_vectors(bench),
+        flops=product_flops,
+        reference=product_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),
+        test_dims=shapes([*((rows, 768, 768) for rows in range(1, MOST_MATVEC_ROWS + 1)), (8, 192, 3072), *_ODD]),
+        bench_dims=shapes(bench),
     )
 
 
@@ -299,15 +303,15 @@ def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, 
         tunables=_MATMUL_TUNABLES,
         default=_matmul_defaults,
         launch=_matmul_launch,
-        flops=_flops,
-        reference=_reference(norm=False, bias=bias, gelu=gelu, residual=residual),
+        flops=product_flops,
+        reference=product_reference(norm=False, bias=bias, gelu=gelu, residual=residual),
         peers={"cuBLASLt": _fused_gelu} if gelu else {},
         vendor=_vendor(gelu=gelu) if bias and not residual else None,
         allows=_matmul_allows,
-        test_dims=_vectors(
+        test_dims=shapes(
             [*((rows, 768, 768) for rows in (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 1023)), (129, 1023, 129), *_ODD]
         ),
-        bench_dims=_vectors(bench),
+        bench_dims=shapes(bench),
     )
 
 

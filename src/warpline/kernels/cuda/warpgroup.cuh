@@ -43,6 +43,13 @@ struct GroupTileMover {
     __device__ __forceinline__ void deposit(T*) const {}
 };
 
+// Where tiles may begin in the block's dynamic shared memory, of which they need 1,024 bytes more than their own.
+template <typename T>
+__device__ __forceinline__ T* group_memory() {
+    const unsigned beyond = shared_address(dynamic_shared<T>()) % GROUP_TILE_BYTES;
+    return dynamic_shared<T>() + (beyond > 0 ? (GROUP_TILE_BYTES - beyond) / sizeof(T) : 0);
+}
+
 // What copies brought is there for the unit that multiplies, once everybody has met behind this.
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -53,40 +60,54 @@ __device__ __forceinline__ unsigned long long describe_tile(const void* tile) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define WARPLINE_SUMS(c)                                                                                                         \
-    "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),      \
-        "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]),  \
-        "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),  \
-        "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
-#define WARPLINE_SUM_NAMES                                                                                                    \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "    \
-    "%25, %26, %27, %28, %29, %30, %31}"
-// c (+)= a b^T, where a is 64 x 16 and b 64 x 16, both in tiles; c is as in m16n8k16, a warp's 16 rows and 8 times 8 columns.
-#define WARPLINE_MULTIPLY_TILES(TYPE, NAME)                                                                                   \
+// Sums c[NS][4], as in m16n8k16: a warp's 16 rows and NS times 8 columns. Numbers of operands must be spelled out.
+#define WARPLINE_SUM(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define WARPLINE_SUMS_2(c) WARPLINE_SUM(c, 0), WARPLINE_SUM(c, 1)
+#define WARPLINE_SUMS_3(c) WARPLINE_SUMS_2(c), WARPLINE_SUM(c, 2)
+#define WARPLINE_SUMS_4(c) WARPLINE_SUMS_3(c), WARPLINE_SUM(c, 3)
+#define WARPLINE_SUMS_6(c) WARPLINE_SUMS_4(c), WARPLINE_SUM(c, 4), WARPLINE_SUM(c, 5)
+#define WARPLINE_SUMS_8(c) WARPLINE_SUMS_6(c), WARPLINE_SUM(c, 6), WARPLINE_SUM(c, 7)
+#define WARPLINE_SUMS_12(c) \
+    WARPLINE_SUMS_8(c), WARPLINE_SUM(c, 8), WARPLINE_SUM(c, 9), WARPLINE_SUM(c, 10), WARPLINE_SUM(c, 11)
+#define WARPLINE_NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WARPLINE_NAMES_3 WARPLINE_NAMES_2 ", %8, %9, %10, %11"
+#define WARPLINE_NAMES_4 WARPLINE_NAMES_3 ", %12, %13, %14, %15"
+#define WARPLINE_NAMES_6 WARPLINE_NAMES_4 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WARPLINE_NAMES_8 WARPLINE_NAMES_6 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WARPLINE_NAMES_12 WARPLINE_NAMES_8 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+template <typename T, int NS>
+__device__ __forceinline__ void multiply_tiles(float (&c)[NS][4], unsigned long long a, unsigned long long b, bool adds);
+template <typename T>
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned (&a)[4], unsigned long long b);
+// c (+)= a b^T, where a is 64 x 16 and b 8 NS x 16, both in tiles.
+#define WARPLINE_MULTIPLY_TILES(TYPE, NAME, NS, N, A, B, ADDS)                                                                \
     template <>                                                                                                               \
-    __device__ __forceinline__ void multiply_tiles<TYPE>(float(&c)[8][4], unsigned long long a, unsigned long long b, bool adds) { \
-        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\twgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME   \
-                     " " WARPLINE_SUM_NAMES ", %32, %33, p, 1, 1, 0, 0;\n\t}"                                                 \
-                     : WARPLINE_SUMS(c)                                                                                       \
+    __device__ __forceinline__ void multiply_tiles<TYPE, NS>(float(&c)[NS][4], unsigned long long a, unsigned long long b,    \
+                                                             bool adds) {                                                     \
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ADDS ", 0;\n\twgmma.mma_async.sync.aligned.m64n" N "k16.f32." NAME \
+                     "." NAME " {" WARPLINE_NAMES_##NS "}, " A ", " B ", p, 1, 1, 0, 0;\n\t}"                                 \
+                     : WARPLINE_SUMS_##NS(c)                                                                                  \
                      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));                                                          \
     }
 // c += a b, where a is 64 x 16 in registers and b 16 x 64 in a tile.
 #define WARPLINE_MULTIPLY_ROWS(TYPE, NAME)                                                                                    \
     template <>                                                                                                               \
-    __device__ __forceinline__ void multiply_rows<TYPE>(float(&c)[8][4], const unsigned(&a)[4], unsigned long long b) {       \
+    __device__ __forceinline__ void multiply_rows<TYPE>(float(&c)[8][4], const unsigned (&a)[4], unsigned long long b) {      \
         asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME     \
-                     " " WARPLINE_SUM_NAMES ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n\t}"                                   \
-                     : WARPLINE_SUMS(c)                                                                                       \
+                     " {" WARPLINE_NAMES_8 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n\t}"                                   \
+                     : WARPLINE_SUMS_8(c)                                                                                     \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                   \
     }
-template <typename T>
-__device__ __forceinline__ void multiply_tiles(float (&c)[8][4], unsigned long long a, unsigned long long b, bool adds);
-template <typename T>
-__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned (&a)[4], unsigned long long b);
-WARPLINE_MULTIPLY_TILES(__half, "f16")
-WARPLINE_MULTIPLY_TILES(__nv_bfloat16, "bf16")
-WARPLINE_MULTIPLY_ROWS(__half, "f16")
-WARPLINE_MULTIPLY_ROWS(__nv_bfloat16, "bf16")
+#define WARPLINE_GROUP_PRODUCTS(TYPE, NAME)                                  \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 2, "16", "%8", "%9", "%10")          \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 3, "24", "%12", "%13", "%14")        \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 4, "32", "%16", "%17", "%18")        \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 6, "48", "%24", "%25", "%26")        \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 8, "64", "%32", "%33", "%34")        \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 12, "96", "%48", "%49", "%50")       \
+    WARPLINE_MULTIPLY_ROWS(TYPE, NAME)
+WARPLINE_GROUP_PRODUCTS(__half, "f16")
+WARPLINE_GROUP_PRODUCTS(__nv_bfloat16, "bf16")
 
 // Registers that products read or add to are what they should be.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -97,7 +118,11 @@ __device__ __forceinline__ void end_products() {
 }
 
 // The compiler does not know that products run by themselves: nothing that is done to these moves past this.
-__device__ __forceinline__ void settle(float (&c)[8][4]) { asm volatile("" : WARPLINE_SUMS(c)::"memory"); }
+template <int NS>
+__device__ __forceinline__ void settle(float (&c)[NS][4]) {
+#pragma unroll
+    for (int n = 0; n < NS; ++n) asm volatile("" : WARPLINE_SUM(c, n)::"memory");
+}
 __device__ __forceinline__ void settle(unsigned (&a)[4]) {
     asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
 }

@@ -99,10 +99,7 @@ struct GroupTiles {
     const unsigned long long queries;
 
     // The launch has more than these 1,024 bytes to spare: it counts 16 bytes more for every row.
-    static __device__ __forceinline__ T* memory() {
-        const unsigned beyond = shared_address(dynamic_shared<T>()) % GROUP_TILE_BYTES;
-        return dynamic_shared<T>() + (beyond > 0 ? (GROUP_TILE_BYTES - beyond) / sizeof(T) : 0);
-    }
+    static __device__ __forceinline__ T* memory() { return group_memory<T>(); }
     static __device__ __forceinline__ int place(int row, int chunk) { return group_place(row, chunk); }
     static __device__ __forceinline__ void show() { show_copies(); }
 

@@ -1,0 +1,58 @@
+"""Parameters in other forms than a checkpoint's, made when they are first needed and kept with the weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpline.model.weights import Weights
+
+#: Where a library computes the logits it gets a vocabulary of a multiple of these: 256 rows take it 38 µs with 50,304
+#: tokens and 212 with GPT-2's 50,257 (H200).
+VOCAB_STEP = 64
+
+
+def padding(vocab: int) -> int:
+    """Tokens that a padded head has more."""
+    return -vocab % VOCAB_STEP
+
+
+def padded_head(weights: Weights) -> dict[str, Tensor]:
+    """The LM head with a round number of rows; a bias of -inf makes sure that the new ones are never chosen."""
+
+    def make() -> dict[str, Tensor]:
+        head = weights.tensors[f"{weights.head}.weight"]
+        pad = padding(len(head))
+        bias = F.pad(head.new_zeros(len(head)), (0, pad), value=-torch.inf)
+        return {"padded_head.weight": F.pad(head, (0, 0, 0, pad)), "padded_head.bias": bias}
+
+    return weights.form("padded_head", make)
+
+
+def standard_products(weights: Weights) -> dict[str, Tensor]:
+    """The products that follow a LayerNorm, with its weight and bias in theirs: LayerNorm(x) W^T + b is
+    standardised(x) weight^T + bias. Beside them the sums of each output's weights, by which x may be standardised after
+    the product: (x - mean) weight^T = x weight^T - mean sums."""
+
+    def make() -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for layer in range(weights.config.n_layer):
+            for modules in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
+                norm, product = (f"h.{layer}.{module}" for module in modules)
+                gamma, beta, weight, bias = (
+                    weights.tensors[f"{module}.{part}"].float()
+                    for module in (norm, product)
+                    for part in ("weight", "bias")
+                )
+                scaled, name = (weight * gamma).to(weights.tensors["wte.weight"].dtype), standard_name(norm, product)
+                found |= {f"{name}.weight": scaled, f"{name}.sums": scaled.float().sum(1)}
+                found[f"{name}.bias"] = bias + (weight * beta).sum(1)
+        return found
+
+    return weights.form("standard_products", make)
+
+
+def standard_name(norm: str, product: str) -> str:
+    """Of a product with its LayerNorm."""
+    return f"{norm}+{product}"
