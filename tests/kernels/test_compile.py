@@ -240,8 +240,8 @@ def test_bf16_is_not_compiled_for_turing() -> None:
 
 
 def test_only_what_is_touched_counts_as_moved() -> None:
-    last = find("last_residual").bytes({"rows": 3, "length": 1024, "columns": 8}, "fp16")
-    assert last == 3 * 8 * 2 * 3 + 3 * 8  # two rows in and one out for each sequence, and its length
+    last = find("last_rows").bytes({"rows": 3, "length": 1024, "columns": 8}, "fp16")
+    assert last == 3 * 8 * 2 * 4 + 3 * 8  # two rows in and two out for each sequence, and its length
     few, many = ({"sequences": 1, "capacity": 40, "vocab": 50, "columns": 8, "length": n} for n in (5, 40))
     found = [find("prompt_embedding").bytes(dims, "fp32") for dims in (few, many)]
     assert found == [5 * 8 + 3 * 5 * 8 * 4, 40 * 8 + 3 * 40 * 8 * 4]

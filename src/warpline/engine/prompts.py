@@ -1,7 +1,7 @@
 """Prompts: a library's products where they are many rows, our kernels for the rest, captured as graphs by length.
 
-A pass is the blocks of `schedule`, with FlashAttention that puts K and V into their slots. Only the last position of
-each sequence goes through the head.
+A pass is the blocks of `schedule`, with FlashAttention that puts K and V into their slots. Behind the last attention
+only the last position of each sequence goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from torch import Tensor
 from warpline.config import ACTIVATIONS
 from warpline.engine.bind import bind, captured
 from warpline.engine.sampling import advance
-from warpline.engine.schedule import Step, block_parameters, blocks, ending, on_memory, room_for_logits, with_statistics
+from warpline.engine.schedule import (
+    Step,
+    block_parameters,
+    blocks,
+    companions,
+    ending,
+    head_parameters,
+    on_memory,
+    room_for_logits,
+    rows_of,
+)
 from warpline.engine.state import State
 from warpline.errors import ConfigError
 from warpline.model.weights import Weights
@@ -73,8 +83,7 @@ class Pass:
         config, some = weights.config, weights.tensors["wte.weight"]
         self._device = some.device
         self.logits = room_for_logits(weights, batch)
-        last = some.new_empty(batch, config.n_embd)
-        named = _memory(weights, state, batch, length) | {"last": last}
+        named = _memory(weights, state, batch, length) | _last_memory(weights, state, batch) | {"logits": self.logits}
 
         def attention(layer: int) -> Step:
             h = f"h.{layer}"
@@ -83,12 +92,12 @@ class Pass:
             return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
 
         steps = [
-            Step("prompt_embedding", ("tokens", "wte.weight", "places"), ("embedded",)),
-            *blocks(weights, batch * length, attention, open_end=True),
-            Step("last_residual", ("projected", "residual", "length"), ("last",)),
+            Step("prompt_embedding", ("tokens", "wte.weight", "places"), ("all.in",)),
+            *blocks(weights, batch * length, attention, last_rows=batch),
+            *ending(weights, batch, end, "last.out"),
         ]
         #: The table of this pass, for whoever wants to know what its kernels are.
-        self.bound = [*on_memory(steps, named), *ending(weights, state, end, last, self.logits)]
+        self.bound = on_memory(steps, named)
         self._launches = bind(self.bound, overlapping=True)
         self._runs = 0
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -111,21 +120,26 @@ def _memory(weights: Weights, state: State, batch: int, length: int) -> dict[str
     def room(columns: int) -> Tensor:
         return some.new_empty(rows, columns)
 
-    x, middle, normal, projected = (room(config.n_embd) for _ in range(4))
+    x, middle = (room(config.n_embd) for _ in range(2))
     qkv, hidden, attention = room(3 * config.n_embd), room(config.inner), room(config.n_embd)
     by_head = qkv.view(batch, length, 3, config.n_head, config.head_size)
     q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [B, H, T, D]
     heads = attention.view(batch, length, config.n_head, config.head_size)
     found = {**block_parameters(weights, rows), "places": weights.tensors["wpe.weight"][:length]}
     found |= {"tokens": state.tokens[:batch], "length": state.length[:batch]}
-    by_sequence = {"embedded": x, "projected": projected, "residual": middle}
-    found |= {name: tensor.view(batch, length, -1) for name, tensor in by_sequence.items()}
-    statistics = with_statistics({"in": x, "middle": middle})
+    found |= {f"all.{name}": tensor.view(batch, length, -1) for name, tensor in (("in", x), ("attention", attention))}
+    beside = companions({"in": x, "middle": middle})
     for layer in range(config.n_layer):
         own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
-        own |= {"ln_1.out": normal, "ln_2.out": normal, "hidden": hidden}
-        own |= {"attn.c_proj.out": projected, "mlp.c_proj.out": projected}
-        own |= statistics
+        own |= {"hidden": hidden, **beside}
         own |= {"cache_k": state.cache.k[layer, :batch], "cache_v": state.cache.v[layer, :batch]}
         found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
     return found
+
+
+def _last_memory(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
+    """Memory for every name from the last block's attention on, where one row of each sequence is left."""
+    config, some = weights.config, weights.tensors["wte.weight"]
+    rows = {f"last.{name}": some.new_empty(batch, config.n_embd) for name in ("attention", "in", "middle", "out")}
+    found = {**block_parameters(weights, batch), **head_parameters(weights, batch), **rows_of(state, batch)}
+    return found | rows | companions(rows) | {"last.hidden": some.new_empty(batch, config.inner)}

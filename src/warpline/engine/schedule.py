@@ -43,55 +43,72 @@ class Step:
         return find(self.op)
 
 
-def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], *, open_end: bool) -> list[Step]:
-    """All blocks of a pass over `rows` rows, from h.0.in on, each with `attention(layer)` in it. They end with the last
-    one's output, or, with an open end, with its projection, which is still to be added to h.{last}.middle."""
-    config = weights.config
-    epsilon, last = {"epsilon": config.layer_norm_epsilon}, config.n_layer - 1
-    few, whole, steps = rows <= MOST_MATVEC_ROWS, is_whole(weights, rows), list[Step]()
+class _Blocks:
+    """The ops of blocks over `rows` rows. With x go its LayerNorm, x.normal, or x.statistics, where the product behind it
+    needs them; the one before it leaves them."""
 
-    def normal_product(norm: str, name: str, source: str, target: str, layer: int, activation: str = "") -> None:
+    def __init__(self, weights: Weights, rows: int):
+        self._few, self._whole = rows <= MOST_MATVEC_ROWS, is_whole(weights, rows)
+        self._epsilon = {"epsilon": weights.config.layer_norm_epsilon}
+
+    def begin(self, x: str, norm: str, layer: int) -> list[Step]:
+        """What a product leaves with the rows that it writes, for rows that come from elsewhere."""
+        if self._few:
+            return []
+        if self._whole:
+            return [Step("row_statistics", (x,), (f"{x}.statistics",), layer=layer)]
+        return [Step("layernorm", (x, *_affine(norm)), (f"{x}.normal",), self._epsilon, layer)]
+
+    def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> Step:
         """LayerNorm and a product of it: one op, or, for many rows, the LayerNorm is there already."""
-        if few:
-            op, inputs = f"layernorm_matvec_bias{activation}", (source, *_affine(norm), *_affine(name))
-            steps.append(Step(op, inputs, (target,), epsilon, layer))
-        elif whole:
+        if self._few:
+            op, inputs = f"layernorm_matvec_bias{activation}", (x, *_affine(norm), *_affine(name))
+            return Step(op, inputs, (target,), self._epsilon, layer)
+        if self._whole:
             both = standard_name(norm, name)
-            read = (source, f"{source}.statistics", f"{both}.weight", f"{both}.sums", f"{both}.bias")
-            steps.append(Step(f"standard_matmul_bias{activation}", read, (target,), epsilon, layer))
-        else:
-            op = f"matmul_bias{activation}"
-            steps.append(Step(op, (f"{norm}.out", *_affine(name)), (target,), layer=layer))
+            read = (x, f"{x}.statistics", f"{both}.weight", f"{both}.sums", f"{both}.bias")
+            return Step(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)
+        return Step(f"matmul_bias{activation}", (f"{x}.normal", *_affine(name)), (target,), layer=layer)
 
-    def residual_product(name: str, source: str, residual: str, target: str, norm: str, layer: int) -> None:
+    def residual(self, source: str, name: str, residual: str, target: str, norm: str, layer: int) -> list[Step]:
         """A product and the residual: one op, or, for many rows, a second one does the next LayerNorm as well."""
-        if few:
-            steps.append(Step("matvec_bias_residual", (source, *_affine(name), residual), (target,), layer=layer))
-        elif whole:
+        if self._few:
+            return [Step("matvec_bias_residual", (source, *_affine(name), residual), (target,), layer=layer)]
+        if self._whole:
             written = (target, f"{target}.statistics")
-            steps.append(Step("group_matmul_bias_residual", (source, *_affine(name), residual), written, layer=layer))
-        else:
-            steps.append(Step("matmul_bias", (source, *_affine(name)), (f"{name}.out",), layer=layer))
-            inputs = (f"{name}.out", residual, *_affine(norm))
-            steps.append(Step("residual_layernorm", inputs, (target, f"{norm}.out"), epsilon, layer))
+            return [Step("group_matmul_bias_residual", (source, *_affine(name), residual), written, layer=layer)]
+        product, inputs = f"{target}.product", (f"{target}.product", residual, *_affine(norm))
+        return [
+            Step("matmul_bias", (source, *_affine(name)), (product,), layer=layer),
+            Step("residual_layernorm", inputs, (target, f"{target}.normal"), self._epsilon, layer),
+        ]
 
-    if whole and not few:
-        steps.append(Step("row_statistics", ("h.0.in",), ("h.0.in.statistics",), layer=0))
-    elif not whole:
-        steps.append(Step("layernorm", ("h.0.in", *_affine("h.0.ln_1")), ("h.0.ln_1.out",), epsilon, 0))
-    for layer in range(config.n_layer):
-        h, projection = f"h.{layer}", f"h.{layer}.mlp.c_proj"
-        normal_product(f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.in", f"{h}.qkv", layer)
-        steps.append(attention(layer))
-        residual_product(f"{h}.attn.c_proj", f"{h}.attention", f"{h}.in", f"{h}.middle", f"{h}.ln_2", layer)
-        normal_product(f"{h}.ln_2", f"{h}.mlp.c_fc", f"{h}.middle", f"{h}.hidden", layer, "_gelu")
-        if layer == last and open_end:
-            steps.append(
-                Step("matmul_bias", (f"{h}.hidden", *_affine(projection)), (f"{projection}.out",), layer=layer)
-            )
+    def behind_attention(self, place: str, target: str, following: str, layer: int) -> list[Step]:
+        """The rest of a block, from {place}.attention and {place}.in to `target`, of which `following` is the LayerNorm."""
+        h = f"h.{layer}"
+        middle, hidden = f"{place}.middle", f"{place}.hidden"
+        return [
+            *self.residual(f"{place}.attention", f"{h}.attn.c_proj", f"{place}.in", middle, f"{h}.ln_2", layer),
+            self.normal(middle, f"{h}.ln_2", f"{h}.mlp.c_fc", hidden, layer, "_gelu"),
+            *self.residual(hidden, f"{h}.mlp.c_proj", middle, target, following, layer),
+        ]
+
+
+def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], last_rows: int | None = None) -> list[Step]:
+    """All blocks of a pass over `rows` rows, from h.0.in to h.{layers}.in, each with `attention(layer)` in it. With
+    `last_rows`, only the last row of each of so many sequences is wanted: behind the last attention these go on alone,
+    as last.in and last.attention, to last.out."""
+    ours, last = _Blocks(weights, rows), weights.config.n_layer - 1
+    steps = ours.begin("h.0.in", "h.0.ln_1", 0)
+    for layer in range(last + 1):
+        h = f"h.{layer}"
+        steps += [ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), attention(layer)]
+        if layer == last and last_rows is not None:
+            steps.append(Step("last_rows", ("all.attention", "all.in", "length"), ("last.attention", "last.in")))
+            steps += _Blocks(weights, last_rows).behind_attention("last", "last.out", "ln_f", layer)
         else:
             following = f"h.{layer + 1}.ln_1" if layer < last else "ln_f"
-            residual_product(projection, f"{h}.hidden", f"{h}.middle", f"h.{layer + 1}.in", following, layer)
+            steps += ours.behind_attention(h, f"h.{layer + 1}.in", following, layer)
     return steps
 
 
@@ -140,23 +157,23 @@ def decode_step(weights: Weights, batch: int, end: str) -> list[Step]:
         return Step("append_attention", inputs, (f"{h}.heads",), numbers, layer)
 
     steps = [Step("newest_embedding", ("tokens", "length", "wte.weight", "wpe.weight"), ("h.0.in",))]
-    steps += blocks(weights, batch, attention, open_end=False)
-    return [*steps, *_ending(weights, batch, end, f"h.{config.n_layer}.in", normal=not is_whole(weights, batch))]
+    steps += blocks(weights, batch, attention)
+    return [*steps, *ending(weights, batch, end, f"h.{config.n_layer}.in")]
 
 
-def _ending(weights: Weights, batch: int, end: str, last: str, *, normal: bool) -> list[Step]:
-    """From the last hidden state, of which ln_f.out may be there already, to what `end` says."""
+def ending(weights: Weights, batch: int, end: str, last: str) -> list[Step]:
+    """From the last hidden state to what `end` says."""
     epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
-    few, norm = batch <= MOST_MATVEC_ROWS, ("ln_f.weight", "ln_f.bias")
-    head = f"{weights.head}.weight"
+    norm, head, normal = _affine("ln_f"), f"{weights.head}.weight", f"{last}.normal"
     append = Step("append_token", ("token", "logit", *ENDED_BY), numbers=eos)
+    few, whole = batch <= MOST_MATVEC_ROWS, is_whole(weights, batch)
     if end == "likeliest" and few:
         return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
-    steps = [] if normal else [Step("layernorm", (last, *norm), ("ln_f.out",), epsilon)]
+    steps = [Step("layernorm", (last, *norm), (normal,), epsilon)] if whole else []
     if few:
-        steps.append(Step("matvec", ("ln_f.out", head), ("logits",)))
+        steps.append(Step("matvec", (normal, head), ("logits",)))
     else:
-        steps.append(Step("matmul_bias", ("ln_f.out", *_affine("padded_head")), ("logits",)))
+        steps.append(Step("matmul_bias", (normal, *_affine("padded_head")), ("logits",)))
     if end == "logits":
         return steps
     return [*steps, Step("sample", ("logits", *SAMPLED_BY), ("token", "logit"), eos), append]
@@ -168,18 +185,13 @@ def room_for_logits(weights: Weights, rows: int) -> Tensor:
     return weights.tensors["wte.weight"].new_empty(rows, vocab + (padding(vocab) if rows > MOST_MATVEC_ROWS else 0))
 
 
-def ending(weights: Weights, state: State, end: str, last: Tensor, logits: Tensor) -> list[Bound]:
-    """The end of a step alone, for the first rows of `state`, from a hidden state for each."""
-    named = {**head_parameters(weights, len(last)), **_rows_of(state, len(last))}
-    named |= {"last": last, "ln_f.out": torch.empty_like(last), "logits": logits}
-    return on_memory(_ending(weights, len(last), end, "last", normal=False), named)
-
-
-def with_statistics(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Room for what a product leaves about the rows that it writes."""
-    return {
-        f"{name}.statistics": x.new_empty(x.shape[1] // 16, len(x), 2, dtype=torch.float32) for name, x in rows.items()
-    }
+def companions(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Room for what goes with rows that a product writes, whichever way it does."""
+    found: dict[str, Tensor] = {}
+    for name, x in rows.items():
+        found |= {f"{name}.normal": torch.empty_like(x), f"{name}.product": torch.empty_like(x)}
+        found[f"{name}.statistics"] = x.new_empty(x.shape[1] // 16, len(x), 2, dtype=torch.float32)
+    return found
 
 
 def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:
@@ -199,7 +211,7 @@ def order(layers: int) -> list[str]:
     return [*names, "logits"]
 
 
-def _rows_of(state: State, count: int) -> dict[str, Tensor]:
+def rows_of(state: State, count: int) -> dict[str, Tensor]:
     """What a step reads and writes of a state, and the tokens that it chooses."""
     found: dict[str, Tensor] = {name: getattr(state, name)[:count] for name in {*SAMPLED_BY, *ENDED_BY}}
     found["token"] = torch.empty(count, dtype=torch.long, device=state.device)
@@ -214,7 +226,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
     def room(*columns: int) -> Tensor:
         return some.new_empty(batch, *columns)
 
-    found = {**block_parameters(weights, batch), **head_parameters(weights, batch), **_rows_of(state, batch)}
+    found = {**block_parameters(weights, batch), **head_parameters(weights, batch), **rows_of(state, batch)}
     heads, depth = config.n_head, config.head_size
     for layer in range(config.n_layer):
         h = f"h.{layer}"
@@ -224,10 +236,8 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         found |= {f"{h}.qkv": qkv, f"{h}.q": q, f"{h}.new_k": k, f"{h}.new_v": v, f"{h}.heads": attention}
         found |= {f"{h}.k": state.cache.k[layer, :batch], f"{h}.v": state.cache.v[layer, :batch]}
         found[f"{h}.attention"] = attention.view(batch, config.n_embd)
-        found[f"{h}.hidden"] = room(config.inner)
-        for name in ("in", "middle", "ln_1.out", "ln_2.out", "attn.c_proj.out", "mlp.c_proj.out"):
-            found[f"{h}.{name}"] = room(config.n_embd)
-    found[f"h.{config.n_layer}.in"], found["ln_f.out"] = room(config.n_embd), room(config.n_embd)
-    found |= with_statistics({name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
+        found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
+    found[f"h.{config.n_layer}.in"] = room(config.n_embd)
+    found |= companions({name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
     found["logits"] = room_for_logits(weights, batch)
     return found

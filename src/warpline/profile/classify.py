@@ -18,9 +18,9 @@ _OURS = {
     "exchange": r"gathered(?!, computed)|agreed on",
     "GEMM": r"matvec|matmul|head_argmax|products|multiplied|cpu_decode",
     "attention": r"attention|computed",
-    "reduction": r"layernorm|softmax|sample|last_residual",
+    "reduction": r"layernorm|softmax|sample|row_statistics",
     "elementwise": r"gelu|append_token|noise",
-    "memory": r"embedding",
+    "memory": r"embedding|last_rows",
 }
 #: Operators of torch on the host: the whole name.
 _OPERATORS = {

@@ -107,8 +107,6 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
         if norms[0] is p.LN_1 and found:  # the next block's, behind this one's residual
             layer = int(found[0].split(".")[1]) - 1
         return fused(layer, residual, *norms)
-    if op == "last_residual":
-        return (p.RESIDUAL_2.name,)
     steps: list[p.Step] = [*norms, *products]
     if not steps:
         return (op.replace("_", " "),)  # sample, append token: what no step of the model is

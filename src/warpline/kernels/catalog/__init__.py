@@ -14,7 +14,7 @@ CATALOG: dict[str, KernelSpec] = {
         rows.PROMPT_EMBEDDING,
         rows.LAYERNORM,
         rows.RESIDUAL_LAYERNORM,
-        rows.LAST_RESIDUAL,
+        rows.LAST_ROWS,
         rows.GELU,
         rows.BIAS_GELU,
         rows.BIAS_GELU_FAST,

@@ -142,6 +142,7 @@ FLASH_ATTENTION = KernelSpec(
     name="flash_attention",
     summary="causal attention of many queries, ragged and windowed, scores never stored",
     header="ops/flash_attention.cuh",
+    awaits=True,
     arguments=(
         views("q", "batch heads queries depth"),
         views("k", "batch heads keys depth"),
@@ -210,6 +211,7 @@ PROMPT_ATTENTION = KernelSpec(
     name="prompt_attention",
     summary="the same of whole prompts, with their keys and values put into the KV cache on the way",
     header="ops/flash_attention.cuh",
+    awaits=True,
     function="flash_attention",
     arguments=(
         views("q", "batch heads queries depth"),

@@ -52,7 +52,7 @@ def _defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
         possible = [
             choice
             for splits in _TUNABLES["splits"]
-            for n in (16, 32, 64)
+            for n in (16, 32, 48, 64)
             if _allows(norm)(dims, choice := {"tile_n": n, "splits": splits}, dtype)
         ]
         at_once = [choice for choice in possible if _launch(dims, choice, dtype).grid <= _BLOCKS]

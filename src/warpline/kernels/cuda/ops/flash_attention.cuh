@@ -8,7 +8,9 @@
 // with a softmax of its own, and are merged in order at the end.
 // The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
 // length[b] positions exist; a query beyond them gets zeros, a key beyond them does not go into the cache. With window > 0 a
-// query sees that many positions, its own included, and keys that nobody in the block can see are never read.
+// query sees that many positions, its own included, and keys that nobody in the block can see are never read. `length` is
+// read before the launches ahead have ended: where launches overlap, none of those may write it. In the engine it was written
+// before the pass began.
 // Traffic: q and y once; k and v once per block, mostly from L2.
 #pragma once
 #include "online.cuh"
@@ -66,6 +68,7 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
     constexpr int D = Tiles::D, ROW = Tiles::ROW, STAGE = 2 * ALL_KEYS * ROW;
     static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0);
     const AttentionSpan<QUERIES, ALL_KEYS> span(length, batch, heads, queries, keys, window);
+    await_previous_launch();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % WARPS, team = threadIdx.x / TEAM;
     T* tile_q = Tiles::memory();
     T* ring = tile_q + QUERIES * ROW;
@@ -233,6 +236,7 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
     constexpr int MS = QUERIES / 16, NS = KEYS / 16, DS = D / 16, P = PITCH<float, KEYS>;
     using Four = Vec<float, 4>;
     const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
+    await_previous_launch();
     const int row0 = threadIdx.x / 16, column0 = threadIdx.x % 16;
     float* tile_q = dynamic_shared<float>();
     float* tile_k = tile_q + QUERIES * LANE;
