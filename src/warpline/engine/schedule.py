@@ -44,8 +44,8 @@ class Step:
 
 
 class _Blocks:
-    """The ops of blocks over `rows` rows. With x go its LayerNorm, x.normal, or x.statistics, where the product behind it
-    needs them; the one before it leaves them."""
+    """The ops of blocks over `rows` rows. With x go its LayerNorm, x.normal, or x.statistics, where the product behind
+    it needs them; the one before it leaves them."""
 
     def __init__(self, weights: Weights, rows: int):
         self._few, self._whole = rows <= MOST_MATVEC_ROWS, is_whole(weights, rows)
@@ -84,7 +84,7 @@ class _Blocks:
         ]
 
     def behind_attention(self, place: str, target: str, following: str, layer: int) -> list[Step]:
-        """The rest of a block, from {place}.attention and {place}.in to `target`, of which `following` is the LayerNorm."""
+        """The rest of a block, from {place}.attention and {place}.in to `target`, whose LayerNorm is `following`."""
         h = f"h.{layer}"
         middle, hidden = f"{place}.middle", f"{place}.hidden"
         return [

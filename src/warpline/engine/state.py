@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import struct
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,7 +91,6 @@ _FIELDS = {
 }
 #: Of top-k where there is none; no vocabulary is as large.
 ALL_TOKENS = 2**31 - 1
-_CODES = {torch.int64: "q", torch.float32: "f", torch.bool: "?"}  # of `struct`
 
 #: Of a row that is in no batch; it may be computed along.
 _UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
@@ -139,12 +137,12 @@ class State:
         self._packed = _Mirrored(self._fields_end + rows * capacity * 8, torch.uint8, device)
         self.tokens = self._packed.there[self._fields_end :].view(torch.int64).view(rows, capacity)
         self._tokens_here = self._packed.here[self._fields_end :].view(torch.int64).view(rows, capacity).numpy()
-        self._fields_here = self._packed.here.numpy().data
-        self._format = struct.Struct("=" + "".join(f"{rows}{_CODES[kind]}" for kind in _FIELDS.values()))
+        self._fields_here: list[np.ndarray] = []
         end = 0
         for name, kind in _FIELDS.items():
             begin, end = end, end + rows * kind.itemsize
             setattr(self, name, self._packed.there[begin:end].view(kind))
+            self._fields_here.append(self._packed.here[begin:end].view(kind).numpy())
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
@@ -160,24 +158,23 @@ class State:
 
     def begin(self, requests: Rows[Request]) -> None:
         """Take in a new batch; nothing of the last one counts any more. The GPU waits for this: it should be short."""
-        batch, vocab = len(requests), self.config.vocab_size
-        params = list({id(request.params): request.params for request in requests}.values())  # mostly one for all
+        batch, vocab, first = len(requests), self.config.vocab_size, requests[0]
         prompts = [request.prompt for request in requests]
         lengths = [prompt.shape[0] if isinstance(prompt, Tensor) else len(prompt) for prompt in prompts]
         there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
         self.batch, self.longest = batch, max(lengths)
+        alike = all(r.params is first.params and r.limit == first.limit and not r.forced for r in requests)
+        params = [first.params] if alike else list({id(r.params): r.params for r in requests}.values())
         self._packed.ready()
-        if (
-            len({(id(request.params), request.limit, len(request.forced)) for request in requests})
-            == len(set(lengths))
-            == 1
-        ):
-            rows = [_fields(requests[0], lengths[0], vocab)] * batch  # mostly all are alike
+        if alike and min(lengths) == self.longest:  # as mostly
+            values: Iterable[Any] = _fields(first, self.longest, vocab)
         else:
-            rows = [_fields(request, given, vocab) for request, given in zip(requests, lengths, strict=True)]
-        rows += [_UNUSED] * (self.rows - batch)
-        self._format.pack_into(self._fields_here, 0, *itertools.chain.from_iterable(zip(*rows, strict=True)))
-        if len(there) == batch and not any(request.forced for request in requests):
+            values = zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True)
+        for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
+            column[:batch] = value
+            if batch < self.rows:
+                column[batch:] = unused
+        if len(there) == batch and (alike or not any(request.forced for request in requests)):
             self._packed.send(self._fields_end)
         else:
             for row, (request, given) in enumerate(zip(requests, lengths, strict=True)):
@@ -209,7 +206,7 @@ class State:
     def _copy(self, prompts: list[Any], lengths: list[int], there: list[int]) -> None:
         """Those that are on the device, all at once where they are of one length."""
         if len(there) == len(prompts) > 1 and min(lengths) == max(lengths):
-            self.tokens[: len(prompts), : lengths[0]].copy_(torch.stack(prompts))
+            self.tokens[: len(prompts), : lengths[0]].copy_(_together(prompts))
             return
         for row in there:
             self.tokens[row, : lengths[row]].copy_(prompts[row])
@@ -240,6 +237,16 @@ class State:
         length, broken, tokens = packed[:, 0], packed[:, 1], packed[:, 2:]
         self.longest = int(length.max())
         return Progress(first, length, broken, tokens, *more)
+
+
+def _together(rows: list[Tensor]) -> Tensor:
+    """Rows of one length as a matrix; if they are the rows of one, that is it."""
+    base = rows[0]._base
+    if base is not None and base.shape == (len(rows), len(rows[0])):
+        first, step = base.storage_offset(), base.stride(0)
+        if all(row._base is base and row.storage_offset() == first + i * step for i, row in enumerate(rows)):
+            return base
+    return torch.stack(rows)
 
 
 def room_for(config: ModelConfig, rows: int, capacity: int, before: State | None) -> tuple[int, int]:
