@@ -115,11 +115,9 @@ class Buffer:
 
 def _extent(name: str, dims: Dims) -> int:
     """Of a dimension that is named, stated, or follows from one: "rows", "1", "depth+2", "columns/8"."""
-    if "/" in name:
-        base, _, divisor = name.partition("/")
-        return dims[base] // int(divisor)
-    base, _, more = name.partition("+")
-    return (int(base) if base.isdigit() else dims[base]) + int(more or 0)
+    base, _, divisor = name.partition("/")
+    base, _, more = base.partition("+")
+    return (int(base) if base.isdigit() else dims[base]) // int(divisor or 1) + int(more or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +218,7 @@ class KernelSpec:
     #: For an op whose output is an index: the scores [rows, choices] of which it takes the largest.
     scores: Callable[..., Tensor] | None = None
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
-    #: The archs that it is written for, or None for all.
-    archs: tuple[int, ...] | None = None
+    archs: tuple[int, ...] | None = None  # that it is written for, if not for all
     #: Error that the op makes on purpose, relative to its largest result.
     approximation: float = 0.0
     test_dims: tuple[Dims, ...]
