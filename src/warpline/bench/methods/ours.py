@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,7 @@ class _OnExecutor(Method):
         windowed = replace(weights, config=case.windowed(weights.config))
         self._executor = executors.create(self.executor, windowed, device, case.dtype)
         self._state: State | None = None
+        self._params = functools.cache(lambda new: SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
 
     @classmethod
     def begin(cls, case: Case, device: torch.device) -> None:
@@ -76,9 +78,8 @@ class _OnExecutor(Method):
         batch, length = prompts.shape
         if self._state is None:
             self._state = self._executor.allocate(self.case.batch, self.case.prompt + max(self.case.new, 1))
-        state = self._state
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        state.begin([Request(row, params, 0, i, length + new) for i, row in enumerate(prompts)])
+        state, params = self._state, self._params(new)
+        state.begin([Request(row, params, 0, i, length + new) for i, row in enumerate(prompts.unbind())])
         self._executor.prefill(state)
         if new > 1:
             self._executor.decode(state, new - 1)
