@@ -9,9 +9,10 @@ executor keeps a generator.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,6 +97,21 @@ ALL_TOKENS = 2**31 - 1
 _UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
 
 
+@functools.lru_cache(64)
+def _needs(params: tuple[SamplingParams, ...], vocab: int) -> Needs:
+    """Of rows with these settings among them."""
+    sampled = [p for p in params if p.temperature > 0]
+    tops = [p.logprobs for p in params if p.logprobs is not None]
+    return Needs(
+        penalty=any(p.repetition_penalty != 1 for p in params),
+        min_length=any(p.min_tokens > 0 for p in params),
+        random=bool(sampled),
+        candidates=max((min(p.top_k or vocab, vocab) for p in sampled if p.top_k or p.top_p < 1), default=0),
+        min_p=any(p.min_p > 0 for p in sampled),
+        logprobs=max(tops) if tops else None,
+    )
+
+
 def _fields(request: Request, given: int, vocab: int) -> tuple[float, ...]:
     """A row's values, before its first token."""
     p = request.params
@@ -149,6 +165,7 @@ class State:
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
         self.needs = Needs(False, False, False, 0, False, None)
+        self._filled: tuple[int, tuple[Any, ...]] | None = None  # what the host's fields hold, and for how many rows
         #: What executors have bound to this memory, under keys of their own; it goes when the state goes.
         self.kept: dict[Hashable, Any] = {}
 
@@ -164,16 +181,17 @@ class State:
         there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
         self.batch, self.longest = batch, max(lengths)
         alike = all(r.params is first.params and r.limit == first.limit and not r.forced for r in requests)
-        params = [first.params] if alike else list({id(r.params): r.params for r in requests}.values())
+        params = (first.params,) if alike else tuple({id(r.params): r.params for r in requests}.values())
         self._packed.ready()
         if alike and min(lengths) == self.longest:  # as mostly
-            values: Iterable[Any] = _fields(first, self.longest, vocab)
+            values: tuple[Any, ...] = _fields(first, self.longest, vocab)
         else:
-            values = zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True)
-        for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
-            column[:batch] = value
-            if batch < self.rows:
+            values = tuple(zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True))
+        if self._filled != (batch, values):
+            for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
+                column[:batch] = value
                 column[batch:] = unused
+            self._filled = batch, values
         if len(there) == batch and (alike or not any(request.forced for request in requests)):
             self._packed.send(self._fields_end)
         else:
@@ -184,22 +202,13 @@ class State:
                 self._tokens_here[row, given : given + len(forced)] = forced
             self._packed.send(self._fields_end + batch * self.capacity * 8)
         self._copy(prompts, lengths, there)
-        sampled = [p for p in params if p.temperature > 0]
-        if sampled:
+        self.needs = _needs(params, vocab)
+        if self.needs.random:
             noise = self._noise.ready().view(self.rows, self.capacity).numpy()
             for row, request in enumerate(requests):
                 if request.params.temperature > 0:
                     noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
             self._noise.send(batch * self.capacity)
-        tops = [p.logprobs for p in params if p.logprobs is not None]
-        self.needs = Needs(
-            penalty=any(p.repetition_penalty != 1 for p in params),
-            min_length=any(p.min_tokens > 0 for p in params),
-            random=bool(sampled),
-            candidates=max((min(p.top_k or vocab, vocab) for p in sampled if p.top_k or p.top_p < 1), default=0),
-            min_p=any(p.min_p > 0 for p in sampled),
-            logprobs=max(tops) if tops else None,
-        )
         if self.needs.logprobs is not None:
             self._allocate_logprobs(min(self.needs.logprobs, vocab))
 
@@ -264,6 +273,7 @@ class _Mirrored:
         self.there = torch.zeros(count, dtype=kind, device=device)
         self.here = torch.zeros(count, dtype=kind, pin_memory=on_gpu)
         self._sent = torch.cuda.Event() if on_gpu else None
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}  # that were sent
 
     def ready(self) -> Tensor:
         """The host's, once nobody is reading it any more."""
@@ -273,7 +283,10 @@ class _Mirrored:
 
     def send(self, count: int) -> None:
         """Bring the first elements over."""
-        self.there[:count].copy_(self.here[:count], non_blocking=True)
+        if count not in self._parts:
+            self._parts[count] = self.there[:count], self.here[:count]
+        there, here = self._parts[count]
+        there.copy_(here, non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self.there.device))
 
