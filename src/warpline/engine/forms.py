@@ -25,7 +25,7 @@ def padded_head(weights: Weights) -> dict[str, Tensor]:
         head = weights.tensors[f"{weights.head}.weight"]
         pad = padding(len(head))
         bias = F.pad(head.new_zeros(len(head)), (0, pad), value=-torch.inf)
-        return {"padded_head.weight": F.pad(head, (0, 0, 0, pad)), "padded_head.bias": bias}
+        return {"padded_head.weight": F.pad(head, (0, 0, 0, pad)) if pad else head, "padded_head.bias": bias}
 
     return weights.form("padded_head", make)
 

@@ -128,7 +128,7 @@ def _memory(weights: Weights, state: State, batch: int, length: int) -> dict[str
     found = {**block_parameters(weights, rows), "places": weights.tensors["wpe.weight"][:length]}
     found |= {"tokens": state.tokens[:batch], "length": state.length[:batch]}
     found |= {f"all.{name}": tensor.view(batch, length, -1) for name, tensor in (("in", x), ("attention", attention))}
-    beside = companions({"in": x, "middle": middle})
+    beside = companions(weights, {"in": x, "middle": middle})
     for layer in range(config.n_layer):
         own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
         own |= {"hidden": hidden, **beside}
@@ -140,6 +140,8 @@ def _memory(weights: Weights, state: State, batch: int, length: int) -> dict[str
 def _last_memory(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
     """Memory for every name from the last block's attention on, where one row of each sequence is left."""
     config, some = weights.config, weights.tensors["wte.weight"]
-    rows = {f"last.{name}": some.new_empty(batch, config.n_embd) for name in ("attention", "in", "middle", "out")}
+    names = ("attention", "in", "middle", "out", "out.normal")
+    rows = {f"last.{name}": some.new_empty(batch, config.n_embd) for name in names}
     found = {**block_parameters(weights, batch), **head_parameters(weights, batch), **rows_of(state, batch)}
-    return found | rows | companions(rows) | {"last.hidden": some.new_empty(batch, config.inner)}
+    beside = companions(weights, {name: rows[name] for name in ("last.middle", "last.out")})
+    return found | rows | beside | {"last.hidden": some.new_empty(batch, config.inner)}

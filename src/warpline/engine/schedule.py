@@ -185,13 +185,17 @@ def room_for_logits(weights: Weights, rows: int) -> Tensor:
     return weights.tensors["wte.weight"].new_empty(rows, vocab + (padding(vocab) if rows > MOST_MATVEC_ROWS else 0))
 
 
-def companions(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Room for what goes with rows that a product writes, whichever way it does."""
-    found: dict[str, Tensor] = {}
-    for name, x in rows.items():
-        found |= {f"{name}.normal": torch.empty_like(x), f"{name}.product": torch.empty_like(x)}
-        found[f"{name}.statistics"] = x.new_empty(x.shape[1] // 16, len(x), 2, dtype=torch.float32)
-    return found
+def companions(weights: Weights, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Room for what goes with rows of these names, as `_Blocks` has it. Whatever it is, the next op reads it and nobody
+    else, so LayerNorms and products have one place for all."""
+    some = next(iter(rows.values()))
+    if len(some) <= MOST_MATVEC_ROWS:
+        return {}
+    if is_whole(weights, len(some)):
+        shape = some.shape[1] // 16, len(some), 2
+        return {f"{name}.statistics": some.new_empty(shape, dtype=torch.float32) for name in rows}
+    normal, product = torch.empty_like(some), torch.empty_like(some)
+    return {f"{name}.{kind}": x for name in rows for kind, x in (("normal", normal), ("product", product))}
 
 
 def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:
@@ -238,6 +242,7 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         found[f"{h}.attention"] = attention.view(batch, config.n_embd)
         found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
     found[f"h.{config.n_layer}.in"] = room(config.n_embd)
-    found |= companions({name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
-    found["logits"] = room_for_logits(weights, batch)
+    last = f"h.{config.n_layer}.in"
+    found |= {f"{last}.normal": room(config.n_embd), "logits": room_for_logits(weights, batch)}
+    found |= companions(weights, {name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
     return found

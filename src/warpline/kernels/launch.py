@@ -196,8 +196,8 @@ class Plan:
         dtype, self._device = DTYPES.get(first.dtype), first.device.index
         self._target = arch or arch_of(self._device)
         if dtype is None or not spec.runs_on(dtype, self._target):
-            kinds = ", ".join(spec.dtypes)
-            raise KernelError(f"{spec.name} does not run in {first.dtype} on {self._target}: use one of {kinds}")
+            kinds, archs = ", ".join(spec.dtypes), f", on {' or '.join(spec.archs)}" if spec.archs else ""
+            raise KernelError(f"{spec.name} does not run in {first.dtype} on {self._target}: use {kinds}{archs}")
         for buffer, tensor in zip(spec.inputs, inputs, strict=True):
             _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
         dims = spec.dims_of([tensor.shape for tensor in inputs])

@@ -218,7 +218,7 @@ class KernelSpec:
     #: For an op whose output is an index: the scores [rows, choices] of which it takes the largest.
     scores: Callable[..., Tensor] | None = None
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
-    archs: tuple[int, ...] | None = None  # that it is written for, if not for all
+    archs: tuple[str, ...] | None = None  # that it is written for, if not for all
     #: Error that the op makes on purpose, relative to its largest result.
     approximation: float = 0.0
     test_dims: tuple[Dims, ...]
@@ -283,7 +283,7 @@ class KernelSpec:
 
     def runs_on(self, dtype: str, arch: str) -> bool:
         """Whether the op exists in `dtype` for `arch`."""
-        written = self.archs is None or arch_number(arch) in self.archs
+        written = self.archs is None or arch in self.archs
         return written and dtype in self.dtypes and arch_supports(arch, dtype)
 
     def number_values(self, dims: Dims, given: Mapping[str, float | None] | None = None) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Weights:
     def form(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Some parameters in another form, made the first time."""
         if name not in self._forms:
-            self._forms[name] = make()
+            with explained_memory(f"a second form of {self.name}'s weights ({name.replace('_', ' ')})"):
+                self._forms[name] = make()
         return self._forms[name]
 
     def tokenizer(self) -> Tokenizer:

@@ -77,6 +77,7 @@ _BY_OP: dict[str, tuple[p.Step, ...]] = {
     "append_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
     "prompt_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
     "head_argmax": (p.LN_F, p.LM_HEAD),
+    "row_statistics": (p.LN_1,),  # of the first block: later ones are left by products
 }
 _PRODUCTS = {
     "attn.c_attn": p.QKV_PROJECTION,
@@ -94,7 +95,7 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
     """Where an op of the catalog stands, by its name and the parameters that it reads. A LayerNorm that is done behind
     a residual is the next module's, but its kernel runs with the residual and is counted there."""
     if op in _BY_OP:
-        return fused(layer, *_BY_OP[op])
+        return fused(0 if op == "row_statistics" else layer, *_BY_OP[op])
     matrices = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
     modules = [module for name in matrices for module in name.split("+")]  # forms.standard_name
     if found := [m for m in modules if m.startswith("h.")]:

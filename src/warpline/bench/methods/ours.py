@@ -63,8 +63,9 @@ class _OnExecutor(Method):
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
-        windowed = replace(weights, config=case.windowed(weights.config))
-        self._executor = executors.create(self.executor, windowed, device, case.dtype)
+        config = case.windowed(weights.config)
+        used = weights if config == weights.config else replace(weights, config=config)
+        self._executor = executors.create(self.executor, used, device, case.dtype)
         self._state: State | None = None
         self._params = functools.cache(lambda new: SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
 

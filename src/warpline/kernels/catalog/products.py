@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_MATVEC_ROWS = 8
 
 
-def product_reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callable[..., tuple[Tensor, ...]]:
+def _reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callable[..., tuple[Tensor, ...]]:
     """The product in torch, with what is fused with it."""
 
     def reference(*inputs: Tensor, epsilon: float = 0.0) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, 
         default=_matvec_defaults,
         launch=_matvec_launch(norm),
         flops=product_flops,
-        reference=product_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),
+        reference=_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),
         test_dims=shapes([*((rows, 768, 768) for rows in range(1, MOST_MATVEC_ROWS + 1)), (8, 192, 3072), *_ODD]),
         bench_dims=shapes(bench),
     )
@@ -304,7 +304,7 @@ def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, 
         default=_matmul_defaults,
         launch=_matmul_launch,
         flops=product_flops,
-        reference=product_reference(norm=False, bias=bias, gelu=gelu, residual=residual),
+        reference=_reference(norm=False, bias=bias, gelu=gelu, residual=residual),
         peers={"cuBLASLt": _fused_gelu} if gelu else {},
         vendor=_vendor(gelu=gelu) if bias and not residual else None,
         allows=_matmul_allows,

@@ -63,15 +63,13 @@ __device__ __forceinline__ unsigned long long describe_tile(const void* tile) {
 // Sums c[NS][4], as in m16n8k16: a warp's 16 rows and NS times 8 columns. Numbers of operands must be spelled out.
 #define WARPLINE_SUM(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define WARPLINE_SUMS_2(c) WARPLINE_SUM(c, 0), WARPLINE_SUM(c, 1)
-#define WARPLINE_SUMS_3(c) WARPLINE_SUMS_2(c), WARPLINE_SUM(c, 2)
-#define WARPLINE_SUMS_4(c) WARPLINE_SUMS_3(c), WARPLINE_SUM(c, 3)
+#define WARPLINE_SUMS_4(c) WARPLINE_SUMS_2(c), WARPLINE_SUM(c, 2), WARPLINE_SUM(c, 3)
 #define WARPLINE_SUMS_6(c) WARPLINE_SUMS_4(c), WARPLINE_SUM(c, 4), WARPLINE_SUM(c, 5)
 #define WARPLINE_SUMS_8(c) WARPLINE_SUMS_6(c), WARPLINE_SUM(c, 6), WARPLINE_SUM(c, 7)
 #define WARPLINE_SUMS_12(c) \
     WARPLINE_SUMS_8(c), WARPLINE_SUM(c, 8), WARPLINE_SUM(c, 9), WARPLINE_SUM(c, 10), WARPLINE_SUM(c, 11)
 #define WARPLINE_NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define WARPLINE_NAMES_3 WARPLINE_NAMES_2 ", %8, %9, %10, %11"
-#define WARPLINE_NAMES_4 WARPLINE_NAMES_3 ", %12, %13, %14, %15"
+#define WARPLINE_NAMES_4 WARPLINE_NAMES_2 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WARPLINE_NAMES_6 WARPLINE_NAMES_4 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WARPLINE_NAMES_8 WARPLINE_NAMES_6 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define WARPLINE_NAMES_12 WARPLINE_NAMES_8 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -100,7 +98,6 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned (
     }
 #define WARPLINE_GROUP_PRODUCTS(TYPE, NAME)                                  \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 2, "16", "%8", "%9", "%10")          \
-    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 3, "24", "%12", "%13", "%14")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 4, "32", "%16", "%17", "%18")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 6, "48", "%24", "%25", "%26")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 8, "64", "%32", "%33", "%34")        \

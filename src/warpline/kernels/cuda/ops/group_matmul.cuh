@@ -2,11 +2,11 @@
 //
 // The idea: with a hundred rows a product is neither a read of the weights nor work for the tensor cores: it is waiting.
 // So nothing is waited for twice. A block owns 64 rows and N outputs, and all it needs is on its way at once: weights set
-// out before the launch ahead has ended, x as soon as it has, and four warps multiply 64 rows at a time (wgmma) as tiles
+// out before the launch ahead has ended, x as soon as it has, and four warps multiply 64 rows at a time (wgmma) as x's tiles
 // arrive. A LayerNorm costs no launch: its weight and bias are part of the product's already, the product is taken of x as
 // it is, and the sums are corrected for mean and variance of its rows in the end. Who wrote x has left these, slice by slice.
 // Where there are many inputs or few outputs, the SPLITS blocks of a cluster share them: each sends its sums to the one that
-// finishes those rows, and they meet once. Sums are added in a fixed order.
+// finishes those rows, once all have begun, and they meet when all have sent. Sums are added in a fixed order.
 // Traffic: x once for every N outputs, from L2; weight once for every 64 rows; y once.
 #pragma once
 #include "cluster.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ void group_matmul(const T* x, const float* statistics
                                              float epsilon) {
     constexpr int M = 64, THREADS = 256, PART = INPUTS / SPLITS, TILES = PART / GROUP_ROW, ACROSS = ceil_div(OUTPUTS, N);
     constexpr int X_TILE = M * GROUP_ROW, W_TILE = N * GROUP_ROW, PHASES = TILES < 4 ? TILES : 4;
-    static_assert(TILES * GROUP_ROW * SPLITS == INPUTS && OUTPUTS % 8 == 0 && N % 8 == 0);
+    static_assert(TILES * GROUP_ROW * SPLITS == INPUTS && OUTPUTS % SLICE == 0 && N % SLICE == 0);
     T* x_tiles = group_memory<T>();
     T* w_tiles = x_tiles + TILES * X_TILE;
     // From each block of the cluster the sums of the rows that this one finishes.
