@@ -192,7 +192,8 @@ def companions(weights: Weights, rows: Mapping[str, Tensor]) -> dict[str, Tensor
     if len(some) <= MOST_MATVEC_ROWS:
         return {}
     if is_whole(weights, len(some)):
-        shape = some.shape[1] // 16, len(some), 2
+        (statistics,) = find("row_statistics").outputs
+        shape = statistics.shape({"rows": len(some), "columns": some.shape[1]})
         return {f"{name}.statistics": some.new_empty(shape, dtype=torch.float32) for name in rows}
     normal, product = torch.empty_like(some), torch.empty_like(some)
     return {f"{name}.{kind}": x for name in rows for kind, x in (("normal", normal), ("product", product))}
@@ -241,8 +242,8 @@ def buffers(weights: Weights, state: State, batch: int) -> dict[str, Tensor]:
         found |= {f"{h}.k": state.cache.k[layer, :batch], f"{h}.v": state.cache.v[layer, :batch]}
         found[f"{h}.attention"] = attention.view(batch, config.n_embd)
         found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
-    found[f"h.{config.n_layer}.in"] = room(config.n_embd)
     last = f"h.{config.n_layer}.in"
-    found |= {f"{last}.normal": room(config.n_embd), "logits": room_for_logits(weights, batch)}
+    found |= {last: room(config.n_embd), f"{last}.normal": room(config.n_embd)}
+    found["logits"] = room_for_logits(weights, batch)
     found |= companions(weights, {name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
     return found

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ROWS = 64  # of a tile, and elements of the inputs that it holds
 _SLICE = 16  # SLICE of statistics.cuh
 _TUNABLES = {"tile_n": (32, 16, 64, 48, 96), "splits": (1, 2, 4, 8)}
-#: Blocks that run at once, with a few SMs to spare: clusters do not fill a GPU to the last one.
+#: Blocks of which every sm_90 card, with 114 SMs or more, runs all at once, in clusters too.
 _BLOCKS = 96
 
 
@@ -85,6 +85,11 @@ def _standard_reference(*, gelu: bool) -> Callable[..., tuple[Tensor, ...]]:
     return reference
 
 
+def _of_slices(columns: str) -> str:
+    """Dimensions of the statistics of rows."""
+    return f"{columns}/{_SLICE} rows 2"
+
+
 def _statistics(x: Tensor) -> Tensor:
     import torch
 
@@ -99,8 +104,10 @@ def _residual_reference(x: Tensor, weight: Tensor, bias: Tensor, residual: Tenso
     return y, _statistics(y)
 
 
-def _group_matmul(name: str, summary: str, *, norm: bool = False, gelu: bool = False, residual: bool = False,
-                  bench: list[tuple[int, int, int]]) -> KernelSpec:  # fmt: skip
+def _group_matmul(
+    name: str, summary: str, *, norm: bool, gelu: bool = False, bench: list[tuple[int, int, int]]
+) -> KernelSpec:
+    """With a LayerNorm before it, or else a residual behind it, whose rows it leaves the statistics of."""
     return KernelSpec(
         name=name,
         summary=summary,
@@ -109,13 +116,13 @@ def _group_matmul(name: str, summary: str, *, norm: bool = False, gelu: bool = F
         function="group_matmul",
         arguments=(
             reads("x", "rows inputs"),
-            reads("statistics", "inputs/16 rows 2", between(0.5, 1.5)) if norm else Absent("statistics"),
+            reads("statistics", _of_slices("inputs"), between(0.5, 1.5)) if norm else Absent("statistics"),
             reads("weight", "outputs inputs"),
             reads("weight_sums", "outputs", FLOAT) if norm else Absent("weight_sums"),
             reads("bias", "outputs", FLOAT if norm else STORAGE),
-            reads("residual", "rows outputs") if residual else Absent("residual"),
+            Absent("residual") if norm else reads("residual", "rows outputs"),
             writes("y", "rows outputs"),
-            writes("left_statistics", "outputs/16 rows 2", FLOAT) if residual else Absent("left_statistics"),
+            Absent("left_statistics") if norm else writes("left_statistics", _of_slices("outputs"), FLOAT),
             Scalar("rows"),
             Scalar("epsilon", 1e-5) if norm else Absent("epsilon", "0.f"),
         ),
@@ -146,7 +153,7 @@ ROW_STATISTICS = KernelSpec(
     name="row_statistics",
     summary="mean and variance of slices of rows",
     header="ops/row_statistics.cuh",
-    arguments=(reads("x", "rows columns"), writes("statistics", "columns/16 rows 2", FLOAT), Scalar("rows")),
+    arguments=(reads("x", "rows columns"), writes("statistics", _of_slices("columns"), FLOAT), Scalar("rows")),
     constants=("columns",),
     tunables={"block": (128, 64, 256)},
     allows=lambda dims, _tunables, _dtype: dims["columns"] % _SLICE == 0,
@@ -179,7 +186,7 @@ GROUP_MATMULS = (
     _group_matmul(
         "group_matmul_bias_residual",
         "matrix product by warpgroups, bias, residual",
-        residual=True,
+        norm=False,
         bench=[(rows, 768, inputs) for rows in _COUNTS for inputs in (768, 3072)],
     ),
 )
