@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
-from warpline.bench import methods, plan, run
+from warpline.bench import methods, plan, process, run
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import Naive, OnTorch
 from warpline.bench.oracle import Oracle
@@ -182,6 +185,20 @@ def test_process(kind: str) -> None:
         assert 50e6 < row["peak_bytes"] < 5e9
     else:
         assert 0 < row["warm_seconds"] < 120
+
+
+def test_a_start_without_bytecode_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_start", lambda *_: {"seconds": 1.0})
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    row = measure_process("torch", case(kind="coldstart"), CPU)
+    assert row == {"status": "ok", "cold_seconds": 1.0, "warm_seconds": 1.0, "bytecode": False}
+    assert "PYTHONPYCACHEPREFIX" in caplog.text
+    compiled = Path(importlib.util.cache_from_source(torch.__file__))
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert measure_process("torch", case(kind="coldstart"), CPU)["bytecode"]
 
 
 def test_process_that_fails_says_why() -> None:

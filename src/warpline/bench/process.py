@@ -5,13 +5,16 @@ Run as a program it is that process: it builds the method of a case, generates, 
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warpline.bench.methods.names import OURS
@@ -24,10 +27,13 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600
 
+logger = logging.getLogger(__name__)
+
 
 def measure_process(name: str, case: Case, device: torch.device) -> dict[str, Any]:
     """The row of a coldstart or memory case."""
     job = json.dumps({"method": name, "case": asdict(case), "device": str(device)})
+    bytecode = case.kind == "memory" or _has_bytecode()
     try:
         with tempfile.TemporaryDirectory(prefix="warpline-cold-") as cache:
             cold = _start(job, cache)
@@ -36,7 +42,21 @@ def measure_process(name: str, case: Case, device: torch.device) -> dict[str, An
             warm = _start(job, cache)
     except _Failed as failure:
         return {"status": "failed", "why": str(failure)}
-    return {"status": "ok", "cold_seconds": cold["seconds"], "warm_seconds": warm["seconds"]}
+    found = {"cold_seconds": cold["seconds"], "warm_seconds": warm["seconds"]}
+    return {"status": "ok", **found, "bytecode": bytecode}
+
+
+def _has_bytecode() -> bool:
+    """Whether Python finds torch compiled, as an installation leaves it. If not, every start compiles it again, which
+    may take longer than everything else."""
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin and Path(importlib.util.cache_from_source(torch.origin)).exists():
+        return True
+    logger.warning(
+        "Python finds no bytecode of torch and compiles it at every start: unset PYTHONDONTWRITEBYTECODE, or set "
+        "PYTHONPYCACHEPREFIX to a folder that can be written"
+    )
+    return False
 
 
 class _Failed(Exception):

@@ -105,6 +105,7 @@ def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
         return (row["method"], f"{row['peak_bytes'] / 1e6:,.0f} MB at most", *[""] * (len(TITLES) - 2))
     if "cold_seconds" in row:
         text = f"cold {row['cold_seconds']:.2f} s, warm {row['warm_seconds']:.2f} s"
+        text += "" if row.get("bytecode", True) else ", torch compiled by Python each time"
         return (row["method"], text, *[""] * (len(TITLES) - 2))
     reduction = speed_up = ""
     if baseline is not None and row is not baseline:
