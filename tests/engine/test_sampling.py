@@ -26,6 +26,7 @@ def begin(params: list[SamplingParams], prompts: list[list[int]] | None = None) 
     prompts = prompts or [[1, 2, 3]] * len(params)
     rows = zip(prompts, params, strict=True)
     state.begin([Request(prompt, p, p.seed or 0, 0, min(64, len(prompt) + p.max_tokens)) for prompt, p in rows])
+    state.restart()
     return state
 
 
@@ -213,6 +214,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
 def test_forced_tokens_are_taken() -> None:
     state = State(CONFIG, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
     state.begin([Request([1], SamplingParams(temperature=0, logprobs=0), 0, 0, 10, forced=[7, 8])])
+    state.restart()
     logits = random_logits(1, 5)
     for _ in range(3):
         sampling.advance(state, logits)

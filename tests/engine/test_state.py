@@ -19,6 +19,7 @@ def begun(prompts: list[Any], **params: Any) -> State:
     state.tokens.fill_(5)
     chosen = SamplingParams(max_tokens=3, **params)
     state.begin([Request(prompt, chosen, 7, i, len(prompt) + 3, forced=(1, 2)) for i, prompt in enumerate(prompts)])
+    state.restart()
     return state
 
 
@@ -38,9 +39,11 @@ def test_a_smaller_batch_leaves_nothing_of_the_last() -> None:
     state = State(CONFIG, 4, 32, device=torch.device("cpu"), dtype=torch.float32)
     old = SamplingParams(max_tokens=9, min_tokens=2, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=2.0)
     state.begin([Request([1, 2, 3], old, 0, i, 12) for i in range(4)])
+    state.restart()
     state.done[:], state.broken[:] = True, True
     new = SamplingParams(temperature=0, top_p=1.0, max_tokens=4, ignore_eos=True)
     state.begin([Request(torch.tensor([7, 8]), new, 0, 0, 6), Request(torch.tensor([9]), old, 0, 0, 10)])
+    state.restart()
     assert state.tokens[0, :2].tolist() == [7, 8]
     assert state.tokens[1, :1].tolist() == [9]
     expected: dict[str, list[float]] = {
@@ -53,3 +56,17 @@ def test_a_smaller_batch_leaves_nothing_of_the_last() -> None:
         assert found[: len(values)].tolist() == pytest.approx(values), name
     assert state.needs.end == "drawn"
     assert (state.batch, state.longest) == (2, 2)
+
+
+def test_a_batch_like_the_last_one_begins_anew() -> None:
+    """Its fields do not travel again, and yet nothing of what became of them is left."""
+    state = State(CONFIG, 2, 32, device=torch.device("cpu"), dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    for tokens in ([1, 2, 3], [4, 5, 6]):
+        state.begin([Request(torch.tensor(tokens), params, 0, 0, 6)])
+        state.restart()
+        assert state.tokens[0, :3].tolist() == tokens
+        assert (state.length.tolist(), state.done.tolist()) == ([3, 1], [False, True])
+        assert not state.broken.any()
+        state.length += 2
+        state.done[:], state.broken[:] = True, True

@@ -99,6 +99,7 @@ class CpuExecutor(Executor):
     def _prefill(self, state: State) -> None:
         """All but the last token of each prompt together, and the last as a step; or all together, where the head alone
         is less than a step because nothing is converted, or where the step is still being compiled."""
+        state.restart()
         if not self._program.is_ready or (self.dtype == "fp32" and state.longest > 1):
             advance(state, self._prompts.logits(state))
             return

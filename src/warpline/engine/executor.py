@@ -86,7 +86,8 @@ class Executor(ABC):
 
     @abstractmethod
     def _prefill(self, state: State) -> None:
-        """Fill the cache with `state.tokens` up to each row's length, then take one step as `State` describes it."""
+        """Restart the state, fill the cache with `state.tokens` up to each row's length, then take one step as `State`
+        describes it."""
 
     @abstractmethod
     def _decode(self, state: State, n: int) -> None:

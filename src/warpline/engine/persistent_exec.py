@@ -13,7 +13,7 @@ from warpline.config import DTYPE_BYTES
 from warpline.engine.executor import Executor
 from warpline.engine.prompts import Prompts
 from warpline.engine.sampling import advance
-from warpline.engine.state import State
+from warpline.engine.state import Needs, State
 from warpline.engine.tape import record
 from warpline.errors import ConfigError, DeviceError
 from warpline.kernels import persistent
@@ -70,6 +70,7 @@ class PersistentExecutor(Executor):
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None
+        self._decoders: dict[tuple[int, Needs], persistent.DecodeProgram] = {}
         self._ahead: dict[persistent.DecodeProgram, Future[Binary[persistent.DecodeProgram]]] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: Tensor | None = None
@@ -80,8 +81,7 @@ class PersistentExecutor(Executor):
 
     def compile_ahead(self, state: State) -> None:
         """Begin to compile what decodes this batch; whoever needs it waits for it."""
-        program = self._decoder(state)
-        if program not in self._ahead and state.batch <= self.extents.most_rows:
+        if (program := self._decoder(state)) not in self._ahead and state.batch <= self.extents.most_rows:
             self._ahead[program] = _COMPILING.submit(compile_one, program, self.extents.arch)
 
     def _loaded(self, program: persistent.DecodeProgram) -> persistent.DecodeKernel:
@@ -135,11 +135,13 @@ class PersistentExecutor(Executor):
         return seen
 
     def _decoder(self, state: State) -> persistent.DecodeProgram:
-        """The program that decodes this batch."""
-        needs = state.needs
-        if needs.logprobs is not None:
-            return self._program(state.batch, logits=True)
-        return self._program(state.batch, filters=needs.penalty or needs.candidates > 0 or needs.min_p)
+        """The program that decodes this batch; asked for while the GPU waits."""
+        needs, batch = state.needs, state.batch
+        if (found := self._decoders.get((batch, needs))) is None:
+            filters = needs.penalty or needs.candidates > 0 or needs.min_p
+            options = {"filters": filters} if needs.logprobs is None else {"logits": True}
+            found = self._decoders[batch, needs] = self._program(batch, **options)
+        return found
 
     def _program(self, batch: int, **options: Any) -> persistent.DecodeProgram:
         return persistent.DecodeProgram(replace(self.extents, rows=1 << (batch - 1).bit_length(), **options))

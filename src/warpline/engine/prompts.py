@@ -49,7 +49,6 @@ class Prompts:
             raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
         self._weights = weights
 
-    @torch.inference_mode()
     def run(self, state: State) -> None:
         """As `Executor._prefill` describes it."""
         passes: dict[tuple[int, int, str], Pass] = state.kept.setdefault(self, {})
@@ -64,7 +63,8 @@ class Prompts:
         passes[key] = found  # the last again
         found.run()
         if state.needs.end == "logits":
-            advance(state, found.logits)
+            with torch.inference_mode():
+                advance(state, found.logits)
 
 
 def growing(launches: Sequence[Launch]) -> list[Sequence[Launch]]:
@@ -79,6 +79,7 @@ def growing(launches: Sequence[Launch]) -> list[Sequence[Launch]]:
 class Pass:
     """A pass over `batch` prompts of up to `length` tokens, bound to memory; it ends as `schedule.decode_step` does."""
 
+    @torch.inference_mode()
     def __init__(self, weights: Weights, state: State, batch: int, length: int, end: str):
         config, some = weights.config, weights.tensors["wte.weight"]
         self._device = some.device
@@ -98,17 +99,25 @@ class Pass:
         ]
         #: The table of this pass, for whoever wants to know what its kernels are.
         self.bound = on_memory(steps, named)
-        self._launches = bind(self.bound, overlapping=True)
+        self._launches: list[Launch] = [state.restart, *bind(self.bound, overlapping=True)]
         self._runs = 0
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._replays: list[Launch] = []
 
     def run(self) -> None:
         """Kernel by kernel the first time, captured the second: a length that does not come again should not wait for a
-        capture."""
+        capture. A replay needs nothing but to be launched: the GPU waits for the first."""
+        if not self._replays:
+            self._begin()
+        for replay in self._replays:
+            replay()
+
+    @torch.inference_mode()
+    def _begin(self) -> None:
         self._runs += 1
         if self._runs == 2 and self._device.type == "cuda":
-            self._graphs = [captured(part, self._device) for part in growing(self._launches)]
-        for launch in [graph.replay for graph in self._graphs] or self._launches:
+            self._replays = [captured(part, self._device).replay for part in growing(self._launches)]
+            return
+        for launch in self._launches:
             launch()
 
 

@@ -75,7 +75,7 @@ class Progress:
     top_token: np.ndarray | None
 
 
-#: What there is one of for each row, in the order of `_fields`. They lie side by side: one copy brings them all.
+#: What there is one of for each row, in the order of `_fields`. They lie side by side: one copy sets them all.
 _FIELDS = {
     "length": torch.int64,
     "known": torch.int64,
@@ -93,6 +93,8 @@ _FIELDS = {
 #: Of top-k where there is none; no vocabulary is as large.
 ALL_TOKENS = 2**31 - 1
 
+#: Views of prompts' places that are kept.
+MOST_PLACES = 1024
 #: Of a row that is in no batch; it may be computed along.
 _UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
 
@@ -147,9 +149,11 @@ class State:
         self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
         self._noise = _Mirrored(rows * capacity, torch.int32, device)
         self.noise = self._noise.there.view(rows, capacity)
-        # The fields of all rows, then row by row the tokens: what a batch needs of it is its beginning.
+        # The fields of all rows as they are in the beginning, then row by row the tokens: one copy brings what a batch
+        # needs of both. The fields that change are a copy on the device.
         width = sum(kind.itemsize for kind in _FIELDS.values())
         self._fields_end = -(-rows * width // 8) * 8
+        self._fields = torch.zeros(self._fields_end, dtype=torch.uint8, device=device)
         self._packed = _Mirrored(self._fields_end + rows * capacity * 8, torch.uint8, device)
         self.tokens = self._packed.there[self._fields_end :].view(torch.int64).view(rows, capacity)
         self._tokens_here = self._packed.here[self._fields_end :].view(torch.int64).view(rows, capacity).numpy()
@@ -157,7 +161,7 @@ class State:
         end = 0
         for name, kind in _FIELDS.items():
             begin, end = end, end + rows * kind.itemsize
-            setattr(self, name, self._packed.there[begin:end].view(kind))
+            setattr(self, name, self._fields[begin:end].view(kind))
             self._fields_here.append(self._packed.here[begin:end].view(kind).numpy())
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
@@ -165,7 +169,8 @@ class State:
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
         self.needs = Needs(False, False, False, 0, False, None)
-        self._filled: tuple[int, tuple[Any, ...]] | None = None  # what the host's fields hold, and for how many rows
+        self._filled: tuple[int, tuple[Any, ...]] | None = None  # what fields begin with, and for how many rows
+        self._places: dict[tuple[int, int, int], Tensor] = {}  # of tokens, for prompts that are on the device
         #: What executors have bound to this memory, under keys of their own; it goes when the state goes.
         self.kept: dict[Hashable, Any] = {}
 
@@ -174,7 +179,8 @@ class State:
         return rows <= self.rows and capacity <= self.capacity
 
     def begin(self, requests: Rows[Request]) -> None:
-        """Take in a new batch; nothing of the last one counts any more. The GPU waits for this: it should be short."""
+        """Take in a new batch, which counts from `restart` on. The GPU waits for this: it should be short, and most of
+        all where a batch is like the last one but for its tokens, which are there already."""
         batch, vocab, first = len(requests), self.config.vocab_size, requests[0]
         prompts = [request.prompt for request in requests]
         lengths = [prompt.shape[0] if isinstance(prompt, Tensor) else len(prompt) for prompt in prompts]
@@ -182,25 +188,27 @@ class State:
         self.batch, self.longest = batch, max(lengths)
         alike = all(r.params is first.params and r.limit == first.limit and not r.forced for r in requests)
         params = (first.params,) if alike else tuple({id(r.params): r.params for r in requests}.values())
-        self._packed.ready()
         if alike and min(lengths) == self.longest:  # as mostly
             values: tuple[Any, ...] = _fields(first, self.longest, vocab)
         else:
             values = tuple(zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True))
+        sent = 0
         if self._filled != (batch, values):
+            self._packed.ready()
             for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
                 column[:batch] = value
                 column[batch:] = unused
-            self._filled = batch, values
-        if len(there) == batch and (alike or not any(request.forced for request in requests)):
-            self._packed.send(self._fields_end)
-        else:
+            self._filled, sent = (batch, values), self._fields_end
+        if len(there) < batch or not (alike or not any(request.forced for request in requests)):
+            self._packed.ready()
             for row, (request, given) in enumerate(zip(requests, lengths, strict=True)):
                 if not isinstance(request.prompt, Tensor):
                     self._tokens_here[row, :given] = request.prompt
                 forced = request.forced[: request.limit - given]
                 self._tokens_here[row, given : given + len(forced)] = forced
-            self._packed.send(self._fields_end + batch * self.capacity * 8)
+            sent = self._fields_end + batch * self.capacity * 8
+        if sent:
+            self._packed.send(sent)
         self._copy(prompts, lengths, there)
         self.needs = _needs(params, vocab)
         if self.needs.random:
@@ -215,10 +223,24 @@ class State:
     def _copy(self, prompts: list[Any], lengths: list[int], there: list[int]) -> None:
         """Those that are on the device, all at once where they are of one length."""
         if len(there) == len(prompts) > 1 and min(lengths) == max(lengths):
-            self.tokens[: len(prompts), : lengths[0]].copy_(_together(prompts))
+            self._place(0, len(prompts), lengths[0]).copy_(_together(prompts))
             return
         for row in there:
-            self.tokens[row, : lengths[row]].copy_(prompts[row])
+            self._place(row, 1, lengths[row]).copy_(prompts[row])
+
+    def _place(self, row: int, count: int, length: int) -> Tensor:
+        """Where the first tokens of some rows are."""
+        key = row, count, length
+        if key not in self._places:
+            if len(self._places) >= MOST_PLACES:
+                self._places.clear()
+            self._places[key] = self.tokens[row : row + count, :length]
+        return self._places[key]
+
+    def restart(self) -> None:
+        """Set every field to what it begins with: nothing of the last batch counts any more. Whoever runs prompts does
+        this first; it may be part of a graph."""
+        self._fields.copy_(self._packed.there[: self._fields_end])
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""

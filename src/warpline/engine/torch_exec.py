@@ -33,6 +33,7 @@ class TorchExecutor(Executor):
     @torch.inference_mode()
     def _prefill(self, state: State) -> None:
         """Prompts stand left-aligned in one rectangle; what a shorter one has behind its end is overwritten later."""
+        state.restart()
         ids = state.tokens[: state.batch, : state.longest]
         last = state.length[: state.batch] - 1
         with self._chosen_kernels():
