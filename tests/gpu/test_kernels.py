@@ -9,10 +9,11 @@ from warpline.bench.kernels import bench
 from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError, KernelError
 from warpline.kernels import launch, torch_ops
+from warpline.kernels.arguments import Dims
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.catalog.rows import LAYERNORM
 from warpline.kernels.compile import compile_many
-from warpline.kernels.spec import Dims, KernelSpec, Variant
+from warpline.kernels.spec import KernelSpec, Variant
 from warpline.kernels.verify import Trial, random_inputs
 
 CASES = [

@@ -8,10 +8,10 @@ import torch
 from warpline.bench.ladder import climb, steps
 from warpline.bench.ladder_report import columns, markdown, page, svg
 from warpline.kernels import launch
+from warpline.kernels.arguments import Dims
 from warpline.kernels.compile import compile_many
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.ladder.rung import Ladder, Rung
-from warpline.kernels.spec import Dims
 from warpline.kernels.verify import Trial, random_inputs
 
 CASES = [

@@ -11,9 +11,10 @@ import torch
 from warpline.bench.timing import time_in_turn
 from warpline.cli.main import main
 from warpline.kernels import choices, launch
+from warpline.kernels.arguments import Dims
 from warpline.kernels.catalog import find
 from warpline.kernels.choices import Choice
-from warpline.kernels.spec import Dims, KernelSpec
+from warpline.kernels.spec import KernelSpec
 from warpline.kernels.verify import Trial, random_inputs
 from warpline.tune.candidates import Case
 from warpline.tune.journal import Journal

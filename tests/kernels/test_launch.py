@@ -9,9 +9,10 @@ import torch
 
 from warpline.errors import ConfigError, KernelError
 from warpline.kernels import launch
+from warpline.kernels.arguments import Scalar
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.catalog.rows import LAYERNORM
-from warpline.kernels.spec import Launch, Scalar, Variant
+from warpline.kernels.spec import Launch, Variant
 
 
 @pytest.mark.parametrize("status", ["UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE"])

@@ -12,8 +12,9 @@ from warpline.bench.timing import copy_bandwidth, product_rate, rotating_sets, t
 from warpline.errors import DeviceError
 from warpline.hardware import arch_supports
 from warpline.kernels import launch
+from warpline.kernels.arguments import Dims
 from warpline.kernels.launch import TORCH_TYPES
-from warpline.kernels.spec import Dims, KernelSpec
+from warpline.kernels.spec import KernelSpec
 from warpline.kernels.verify import random_inputs
 
 

@@ -13,10 +13,10 @@ from warpline.bench.rows import provenance
 from warpline.bench.timing import LAUNCHES, Timing, copy_bandwidth, product_rate, rotating_sets, time_launches
 from warpline.errors import DeviceError
 from warpline.kernels import launch
+from warpline.kernels.arguments import Dims
 from warpline.kernels.compile import compile_many
 from warpline.kernels.ladder.rung import Ladder, Rung
 from warpline.kernels.launch import TORCH_TYPES
-from warpline.kernels.spec import Dims
 from warpline.kernels.verify import Trial, random_inputs
 
 Row = dict[str, Any]

@@ -12,9 +12,9 @@ import typer
 from warpline.cli.common import chosen, print_table
 from warpline.errors import ConfigError
 from warpline.hardware import ARCH_LIMITS
+from warpline.kernels.arguments import Dims
 from warpline.kernels.ladder import LADDERS, find_ladder
 from warpline.kernels.ladder.rung import NOWHERE, Ladder
-from warpline.kernels.spec import Dims
 
 #: The oldest GPUs that are supported, and the newest that most people meet.
 _USUAL_ARCHS = "sm_75,sm_90"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from warpline.kernels import launch
+from warpline.kernels.arguments import Dims
 from warpline.kernels.compile import compile_many
-from warpline.kernels.spec import Dims, KernelSpec
+from warpline.kernels.spec import KernelSpec
 from warpline.kernels.torch_ops import as_floats
 
 #: Rows up to which our product is the faster one where a library has it too. On an H200 a layer's four products of 64
@@ -32,8 +33,8 @@ class Bound:
 
 
 def runs_at_once(spec: KernelSpec, like: Tensor, dims: Dims) -> bool:
-    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than there are SMs. Clusters leave
-    up to a seventh of those idle."""
+    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than there are SMs. Clusters of more
+    than two leave up to a seventh of those idle."""
     if not like.is_cuda:
         return False
     dtype, arch = launch.DTYPES[like.dtype], launch.arch_of(like.device.index)
@@ -41,7 +42,7 @@ def runs_at_once(spec: KernelSpec, like: Tensor, dims: Dims) -> bool:
         return False
     shape = spec.launch(dims, tunables, dtype)
     room = torch.cuda.get_device_properties(like.device).multi_processor_count
-    return shape.grid <= (room if shape.cluster == 1 else room * 6 // 7)
+    return shape.grid <= (room if shape.cluster <= 2 else room * 6 // 7)
 
 
 @cache

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from warpline.kernels.catalog.group import in_tiles
 from warpline.model.weights import Weights
 
 #: Where a library computes the logits it gets a vocabulary of a multiple of these: 256 rows take it 38 µs with 50,304
@@ -30,10 +31,10 @@ def padded_head(weights: Weights) -> dict[str, Tensor]:
     return weights.form("padded_head", make)
 
 
-def standard_products(weights: Weights) -> dict[str, Tensor]:
-    """The products that follow a LayerNorm, with its weight and bias in theirs: LayerNorm(x) W^T + b is
-    standardised(x) weight^T + bias. Beside them the sums of each output's weights, by which x may be standardised after
-    the product: (x - mean) weight^T = x weight^T - mean sums."""
+def group_products(weights: Weights) -> dict[str, Tensor]:
+    """The blocks' products in tiles. Those that follow a LayerNorm have its weight and bias in theirs: LayerNorm(x) W^T
+    + b is standardised(x) weight^T + bias. Beside them the sums of each output's weights, by which x may be
+    standardised after the product: (x - mean) weight^T = x weight^T - mean sums."""
 
     def make() -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -46,11 +47,14 @@ def standard_products(weights: Weights) -> dict[str, Tensor]:
                     for part in ("weight", "bias")
                 )
                 scaled, name = (weight * gamma).to(weights.tensors["wte.weight"].dtype), standard_name(norm, product)
-                found |= {f"{name}.weight": scaled, f"{name}.sums": scaled.float().sum(1)}
+                found |= {f"{name}.tiles": in_tiles(scaled), f"{name}.sums": scaled.float().sum(1)}
                 found[f"{name}.bias"] = bias + (weight * beta).sum(1)
+            for product in ("attn.c_proj", "mlp.c_proj"):
+                name = f"h.{layer}.{product}"
+                found[f"{name}.tiles"] = in_tiles(weights.tensors[f"{name}.weight"])
         return found
 
-    return weights.form("standard_products", make)
+    return weights.form("group_products", make)
 
 
 def standard_name(norm: str, product: str) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from warpline.engine.bind import MOST_OWN_ROWS, Bound, runs_at_once
-from warpline.engine.forms import padded_head, padding, standard_name, standard_products
+from warpline.engine.bind import Bound, runs_at_once
+from warpline.engine.forms import group_products, padded_head, padding, standard_name
 from warpline.engine.state import State
 from warpline.kernels.catalog import find
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
@@ -66,7 +66,7 @@ class _Blocks:
             return Step(op, inputs, (target,), self._epsilon, layer)
         if self._whole:
             both = standard_name(norm, name)
-            read = (x, f"{x}.statistics", f"{both}.weight", f"{both}.sums", f"{both}.bias")
+            read = (x, f"{x}.statistics", f"{both}.tiles", f"{both}.sums", f"{both}.bias")
             return Step(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)
         return Step(f"matmul_bias{activation}", (f"{x}.normal", *_affine(name)), (target,), layer=layer)
 
@@ -76,7 +76,8 @@ class _Blocks:
             return [Step("matvec_bias_residual", (source, *_affine(name), residual), (target,), layer=layer)]
         if self._whole:
             written = (target, f"{target}.statistics")
-            return [Step("group_matmul_bias_residual", (source, *_affine(name), residual), written, layer=layer)]
+            read = (source, f"{name}.tiles", f"{name}.bias", residual)
+            return [Step("group_matmul_bias_residual", read, written, layer=layer)]
         product, inputs = f"{target}.product", (f"{target}.product", residual, *_affine(norm))
         return [
             Step("matmul_bias", (source, *_affine(name)), (product,), layer=layer),
@@ -113,8 +114,8 @@ def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], last_r
 
 
 def is_whole(weights: Weights, rows: int) -> bool:
-    """Whether the blocks' LayerNorms and residuals are part of their products: for a few rows, and where the GPU can
-    have all of a product on its way at once."""
+    """Whether the blocks' LayerNorms and residuals are part of their products: for a few rows, and for as many as the
+    GPU can multiply all at once."""
     if rows <= MOST_MATVEC_ROWS:
         return True
     width, inner, some = weights.config.n_embd, weights.config.inner, weights.tensors["wte.weight"]
@@ -123,7 +124,7 @@ def is_whole(weights: Weights, rows: int) -> bool:
         "standard_matmul_bias_gelu": (inner, width),
         "group_matmul_bias_residual": (width, inner),
     }
-    return rows <= MOST_OWN_ROWS and all(
+    return all(
         runs_at_once(find(op), some, {"rows": rows, "outputs": outputs, "inputs": inputs})
         for op, (outputs, inputs) in shapes.items()
     )
@@ -133,7 +134,7 @@ def block_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
     """What blocks of `rows` rows may name of them."""
     if rows <= MOST_MATVEC_ROWS or not is_whole(weights, rows):
         return weights.tensors
-    return weights.tensors | standard_products(weights)
+    return weights.tensors | group_products(weights)
 
 
 def head_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:

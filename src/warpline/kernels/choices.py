@@ -16,9 +16,10 @@ from typing import Any
 
 from warpline import store
 from warpline.hardware import cache_dir
+from warpline.kernels.arguments import Dims
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.compile import header_digest
-from warpline.kernels.spec import Dims, KernelSpec, Tunables
+from warpline.kernels.spec import KernelSpec, Tunables
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from warpline.errors import ConfigError, DeviceError, KernelError
-from warpline.kernels import choices
+from warpline.kernels import choices, tensor_map
+from warpline.kernels.arguments import Buffer
 from warpline.kernels.compile import Program, compile_one, nvrtc_version
-from warpline.kernels.spec import Buffer, KernelSpec, Launch, Tunables, Variant
+from warpline.kernels.spec import KernelSpec, Launch, Tunables, Variant
 
 #: Element types in torch.
 TORCH_TYPES = {
@@ -150,11 +151,16 @@ class Packing:
         spec = variant.spec
         places = {buffer.name: at for at, buffer in enumerate([*spec.inputs, *spec.outputs, *spec.scratches])}
         self._places: list[tuple[int, bool, int]] = []  # tensor or -1, strided, word
+        self._tiles: dict[int, int] = {}  # rows of the tiles in which an argument is read
         self._starts: list[int] = []
         words = 0
         for argument in variant.parameters():
             self._starts.append(words)
-            if isinstance(argument, Buffer):
+            if isinstance(argument, Buffer) and argument.tiled_by is not None:
+                self._tiles[len(self._places)] = dict(variant.tunables)[argument.tiled_by]
+                self._places.append((places[argument.name], False, 0))
+                words += tensor_map.WORDS
+            elif isinstance(argument, Buffer):
                 self._places.append((places[argument.name], argument.strided, 0))
                 words += 4 if argument.strided else 1  # `View` of common.cuh
             else:
@@ -166,7 +172,10 @@ class Packing:
     def pack(self, tensors: Sequence[Tensor]) -> Arguments:
         """The arguments of a launch on inputs, outputs and scratch, in this order."""
         words: list[int] = []
-        for at, strided, word in self._places:
+        for i, (at, strided, word) in enumerate(self._places):
+            if i in self._tiles:
+                words += tensor_map.words(tensors[at], self._tiles[i])
+                continue
             words.append(tensors[at].data_ptr() if at >= 0 else word)
             if strided:
                 words += tensors[at].stride()[:3]

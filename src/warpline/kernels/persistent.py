@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import ARCH_LIMITS, arch_number
-from warpline.kernels.spec import CUDA_TYPES, THREADS_PER_WARP, Launch
+from warpline.kernels.arguments import CUDA_TYPES
+from warpline.kernels.spec import THREADS_PER_WARP, Launch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from warpline.kernels import launch
+from warpline.kernels.arguments import Buffer, Scalar
 from warpline.kernels.catalog import CATALOG
-from warpline.kernels.spec import Buffer, KernelSpec, Scalar
+from warpline.kernels.spec import KernelSpec
 
 #: Those of the catalog; ops that change the engine's state are of no use without it.
 OPERATORS = {name: spec for name, spec in CATALOG.items() if not spec.updated}

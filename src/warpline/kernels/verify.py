@@ -10,8 +10,9 @@ from torch import Tensor
 from warpline.config import ROUNDING
 from warpline.errors import KernelError
 from warpline.kernels import launch
+from warpline.kernels.arguments import STORAGE, Buffer, Dims
 from warpline.kernels.launch import TORCH_TYPES
-from warpline.kernels.spec import STORAGE, Buffer, Dims, KernelSpec
+from warpline.kernels.spec import KernelSpec
 from warpline.kernels.torch_ops import as_floats
 
 #: Operations in float32 on the way to one result, each with a rounding error; they add up like a random walk.

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from warpline.hardware import ARCH_LIMITS, arch_number, resident_blocks
+from warpline.kernels.arguments import Dims
 from warpline.kernels.choices import shape_class
 from warpline.kernels.compile import Report, header_digest
-from warpline.kernels.spec import Dims, KernelSpec, Tunables, Variant
+from warpline.kernels.spec import KernelSpec, Tunables, Variant
 
 #: A grid of so many combinations is tried as a whole; of a larger one, so many in a round.
 WHOLE_GRID, PER_ROUND = 40, 24

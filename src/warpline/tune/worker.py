@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from warpline.errors import WarplineError
-from warpline.kernels.spec import Dims
+from warpline.kernels.arguments import Dims
 
 #: Seconds that a process may take: to start and make a case's inputs, to check a candidate, to time a round of them.
 OPENING, CHECKING, TIMING = 120.0, 20.0, 60.0

@@ -7,22 +7,8 @@ from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import arch_number
-from warpline.kernels.spec import (
-    BITS,
-    THREADS_PER_WARP,
-    Absent,
-    Dims,
-    KernelSpec,
-    Launch,
-    Scalar,
-    Tunables,
-    count_of,
-    reads,
-    scratch,
-    updates,
-    views,
-    writes,
-)
+from warpline.kernels.arguments import BITS, Absent, Dims, Scalar, count_of, reads, scratch, updates, views, writes
+from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
     import torch

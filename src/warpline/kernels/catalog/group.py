@@ -1,4 +1,4 @@
-"""Products of a dozen to a hundred rows that have their LayerNorm or residual with them, by warpgroups (sm_90)."""
+"""Products of a dozen to a thousand rows that have their LayerNorm or residual with them, by warpgroups (sm_90)."""
 
 from __future__ import annotations
 
@@ -7,67 +7,101 @@ from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import ARCH_LIMITS
+from warpline.kernels.arguments import FLOAT, STORAGE, Absent, Dims, Scalar, between, reads, tiles, writes
 from warpline.kernels.catalog.products import product_flops, shapes
-from warpline.kernels.spec import (
-    FLOAT,
-    STORAGE,
-    Absent,
-    Dims,
-    KernelSpec,
-    Launch,
-    Scalar,
-    Tunables,
-    between,
-    reads,
-    writes,
-)
+from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 64  # of a tile, and elements of the inputs that it holds
 _SLICE = 16  # SLICE of statistics.cuh
-_TUNABLES = {"tile_n": (32, 16, 64, 48, 96), "splits": (1, 2, 4, 8)}
-#: Blocks of which every sm_90 card, with 114 SMs or more, runs all at once, in clusters too.
-_BLOCKS = 96
+_DEPTH = 64  # inputs of a tile: GROUP_ROW of warpgroup.cuh
+_TUNABLES = {
+    "tile_m": (128, 64),
+    "tile_n": (48, 16, 32, 64, 96, 128, 144, 192),
+    "splits": (1, 2, 4),
+    "stages": (4, 1, 2, 3, 5, 6, 8, 12),
+}
+#: Tiles (rows, outputs, splits) in the order in which they are tried, and inputs from which on clusters share them. The
+#: first of which all run at once is the fastest or nearly so (H200, gpt2's products of 64 to 1,024 rows).
+_NORM_TILES = ((64, 64, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1), (128, 144, 1), (128, 192, 1))
+_TILES = ((64, 16, 1), (64, 32, 1), (128, 32, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1))
+_SPLIT_TILES = ((64, 64, 4), (128, 64, 4), (128, 64, 2), (128, 48, 1))
+_SPLIT_INPUTS = 2048
+#: Blocks that every card of 132 SMs runs at once: clusters of four leave some SMs idle. With 64 rows to a block, more
+#: of them than this are slower, too.
+_BLOCKS, _FEW_BLOCKS = 128, 96
+#: Registers of a thread for what it keeps while it multiplies, out of 168.
+_REGISTERS = 160
+#: Bytes of stages beyond which a ring is too long: everybody's first tiles come later.
+_RING_BYTES = 200_000
+
+
+def _halves(tunables: Tunables) -> int:
+    """HALVES of group_matmul.cuh: warpgroups that share 64 rows."""
+    return 2 if tunables["tile_m"] == 64 and tunables["tile_n"] >= 32 else 1
 
 
 def _allows(norm: bool) -> Callable[[Dims, Tunables, str], bool]:
     def allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
-        """A block has whole tiles of the inputs, and room for all of them. With a LayerNorm there are no clusters: the
-        kernel looks a row's statistics up as if it finished all rows of its tile."""
-        splits = tunables["splits"]
-        whole = dims["inputs"] % (_ROWS * splits) == 0 and dims["outputs"] % _SLICE == 0 and not (norm and splits > 1)
-        shared = _launch(dims, tunables, dtype).shared_bytes + _STANDARDS_BYTES
-        return whole and shared <= ARCH_LIMITS["sm_90"].block_shared_bytes
+        """A block has whole tiles of the inputs, and leaves whole slices; everything has room."""
+        inputs, splits, halves = dims["inputs"], tunables["splits"], _halves(tunables)
+        eights = tunables["tile_n"] // 8 // halves  # of a warp's outputs: there is no product of nine
+        whole = inputs % (_DEPTH * splits) == 0 and dims["outputs"] % _SLICE == 0
+        whole = whole and eights != 9 and (norm or eights % 2 == 0)
+        standards, lines, barriers = tunables["tile_m"] * 16 * halves, tunables["tile_n"] * 8, tunables["stages"] * 16
+        shared = _launch(dims, tunables, dtype).shared_bytes + standards + lines + barriers
+        sums, statistics = eights * (8 if eights <= 8 else 4), inputs // _SLICE // halves if norm else 0
+        fits = shared <= ARCH_LIMITS["sm_90"].block_shared_bytes and sums + statistics <= _REGISTERS
+        return whole and fits and tunables["stages"] <= inputs // splits // _DEPTH
 
     return allows
 
 
-_STANDARDS_BYTES = 4 * _ROWS * 8  # RowStandards::Shared
-
-
 def _defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
     def defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-        """The narrowest tiles of which all run at once, and no larger clusters than they need."""
-        possible = [
-            choice
-            for splits in _TUNABLES["splits"]
-            for n in (16, 32, 48, 64)  # more were never the fastest
-            if _allows(norm)(dims, choice := {"tile_n": n, "splits": splits}, dtype)
-        ]
-        at_once = [choice for choice in possible if _launch(dims, choice, dtype).grid <= _BLOCKS]
-        return next(iter(at_once), possible[-1] if possible else {"tile_n": 16, "splits": 1})
+        """The first tiles of which all run at once; none may, and then it is the largest."""
+        inputs, found = dims["inputs"], dict[str, int]()
+        shared = not norm and inputs >= _SPLIT_INPUTS and inputs % (4 * _DEPTH) == 0
+        for m, n, splits in _NORM_TILES if norm else _SPLIT_TILES if shared else _TILES:
+            most = min(inputs // splits // _DEPTH, _RING_BYTES // ((m + n) * _DEPTH * DTYPE_BYTES[dtype]))
+            stages = max((count for count in _TUNABLES["stages"] if count <= most), default=1)
+            choice = {"tile_m": m, "tile_n": n, "splits": splits, "stages": stages}
+            if not found or _allows(norm)(dims, choice, dtype):
+                found = choice
+            if _launch(dims, found, dtype).grid <= (_FEW_BLOCKS if splits == 4 or m == 64 else _BLOCKS):
+                break
+        return found
 
     return defaults
 
 
 def _launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    n, splits = tunables["tile_n"], tunables["splits"]
-    tiles = (_ROWS + n) * dims["inputs"] // splits * DTYPE_BYTES[dtype]
-    sums, alignment = _ROWS * (n + 8) * 4, 1024
-    grid = -(-dims["rows"] // _ROWS) * -(-dims["outputs"] // n) * splits
-    return Launch(grid, 256, tiles + sums + alignment, splits)
+    m, n, splits = tunables["tile_m"], tunables["tile_n"], tunables["splits"]
+    ring = tunables["stages"] * (m + n) * _DEPTH * DTYPE_BYTES[dtype]
+    received, finished = m * n // splits * (splits - 1) * 4, m * (n + 16) * DTYPE_BYTES[dtype]
+    grid, alignment = -(-dims["rows"] // m) * -(-dims["outputs"] // n) * splits, 1024
+    threads = (m // 16 * _halves(tunables) + 1) * THREADS_PER_WARP
+    return Launch(grid, threads, max(ring + received, finished) + alignment, splits)
+
+
+def in_tiles(weight: Tensor) -> Tensor:
+    """[outputs, inputs] → [inputs/64, outputs, 64]: any outputs' part of a tile lies side by side, and in the order
+    that warpgroup.cuh wants: the eight chunks of a row exchanged by the row's number."""
+    return _exchanged(weight.view(len(weight), -1, _DEPTH).transpose(0, 1))
+
+
+def from_tiles(tiles: Tensor) -> Tensor:
+    """Back again."""
+    return _exchanged(tiles).transpose(0, 1).flatten(1)
+
+
+def _exchanged(tiles: Tensor) -> Tensor:
+    import torch
+
+    rows, chunks = (torch.arange(count, device=tiles.device) for count in (tiles.shape[1], 8))
+    order = (chunks ^ rows[:, None] % 8)[None, :, :, None]
+    return torch.take_along_dim(tiles.unflatten(2, (8, -1)), order, dim=2).flatten(2)
 
 
 def _standard_reference(*, gelu: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -79,10 +113,28 @@ def _standard_reference(*, gelu: bool) -> Callable[..., tuple[Tensor, ...]]:
         means, squares = statistics.unbind(-1)  # of every slice and row
         mean = means.mean(0)
         variance = (squares + _SLICE * (means - mean) ** 2).mean(0) / _SLICE
-        y = (F.linear(x, weight) - mean[:, None] * weight_sums) * (variance + epsilon).rsqrt()[:, None] + bias
+        centred = F.linear(x, from_tiles(weight)) - mean[:, None] * weight_sums
+        y = centred * (variance + epsilon).rsqrt()[:, None] + bias
         return (F.gelu(y, approximate="tanh") if gelu else y,)
 
     return reference
+
+
+def _peer(*, norm: bool, gelu: bool) -> Callable[..., Tensor]:
+    """Torch's way with a checkpoint's weights: it takes as long with these bytes, whatever their order."""
+
+    def standard(x: Tensor, _statistics: Tensor, weight: Tensor, _sums: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        from torch.nn import functional as F
+
+        y = F.linear(F.layer_norm(x, x.shape[1:], eps=epsilon), weight.view(-1, x.shape[1]), bias.to(x.dtype))
+        return F.gelu(y, approximate="tanh") if gelu else y
+
+    def residual(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        from torch.nn import functional as F
+
+        return F.linear(x, weight.view(-1, x.shape[1]), bias) + residual
+
+    return standard if norm else residual
 
 
 def _of_slices(columns: str) -> str:
@@ -100,7 +152,7 @@ def _statistics(x: Tensor) -> Tensor:
 def _residual_reference(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
     from torch.nn import functional as F
 
-    y = F.linear(x, weight, bias) + residual
+    y = F.linear(x, from_tiles(weight), bias) + residual
     return y, _statistics(y)
 
 
@@ -115,9 +167,9 @@ def _group_matmul(
         awaits=True,
         function="group_matmul",
         arguments=(
-            reads("x", "rows inputs"),
+            tiles("x", "rows inputs", "tile_m"),
             reads("statistics", _of_slices("inputs"), between(0.5, 1.5)) if norm else Absent("statistics"),
-            reads("weight", "outputs inputs"),
+            reads("weight", f"inputs/{_DEPTH} outputs {_DEPTH}"),  # as `in_tiles` makes it
             reads("weight_sums", "outputs", FLOAT) if norm else Absent("weight_sums"),
             reads("bias", "outputs", FLOAT if norm else STORAGE),
             Absent("residual") if norm else reads("residual", "rows outputs"),
@@ -134,6 +186,7 @@ def _group_matmul(
         launch=_launch,
         flops=product_flops,
         reference=_standard_reference(gelu=gelu) if norm else _residual_reference,
+        peers={"torch": _peer(norm=norm, gelu=gelu)},
         dtypes=("fp16", "bf16"),
         archs=("sm_90",),
         test_dims=shapes(
@@ -142,7 +195,9 @@ def _group_matmul(
                 (64, 16, 64),
                 (100, 1008, 192),
                 (65, 4096, 1024),
-                *(() if norm else ((64, 768, 3072), (100, 64, 4096))),
+                (1000, 2304, 768),
+                (1024, 3072, 768),
+                *(() if norm else ((64, 768, 3072), (129, 768, 3072), (1000, 768, 3072), (100, 64, 4096))),
             ]
         ),
         bench_dims=shapes(bench),
@@ -159,7 +214,7 @@ ROW_STATISTICS = KernelSpec(
     allows=lambda dims, _tunables, _dtype: dims["columns"] % _SLICE == 0,
     default=lambda _dims, _dtype, _arch: {"block": 128},
     launch=lambda dims, tunables, _dtype: Launch(
-        -(-dims["rows"] * dims["columns"] // 8 // tunables["block"]), tunables["block"]
+        -(-dims["rows"] * dims["columns"] // 4 // tunables["block"]), tunables["block"]
     ),
     flops=lambda dims: 4 * dims["rows"] * dims["columns"],
     reference=lambda x: (_statistics(x),),
@@ -168,7 +223,7 @@ ROW_STATISTICS = KernelSpec(
     bench_dims=({"rows": 64, "columns": 768}, {"rows": 128, "columns": 768}),
 )
 
-_COUNTS = (16, 64, 128)
+_COUNTS = (16, 64, 128, 256, 1024)
 GROUP_MATMULS = (
     _group_matmul(
         "standard_matmul_bias",

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import ARCH_LIMITS, arch_number
-from warpline.kernels.spec import (
-    THREADS_PER_WARP,
-    Absent,
-    Buffer,
-    Dims,
-    KernelSpec,
-    Launch,
-    Scalar,
-    Tunables,
-    reads,
-    writes,
-)
+from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar, reads, writes
+from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
     from torch import Tensor

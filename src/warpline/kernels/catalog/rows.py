@@ -6,20 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
-from warpline.kernels.spec import (
-    THREADS_PER_WARP,
-    Absent,
-    Buffer,
-    Dims,
-    KernelSpec,
-    Launch,
-    Scalar,
-    Tunables,
-    count_of,
-    index_into,
-    reads,
-    writes,
-)
+from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar, count_of, index_into, reads, writes
+from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
-from warpline.kernels.catalog.products import matvec_allows, on_tensor_cores, row_pitch
-from warpline.kernels.noise import gumbel
-from warpline.kernels.spec import (
+from warpline.kernels.arguments import (
     BITS,
     FLAG,
     FLOAT,
     INDEX,
-    THREADS_PER_WARP,
     Dims,
-    KernelSpec,
-    Launch,
     Scalar,
-    Tunables,
     between,
     count_of,
     index_into,
@@ -26,6 +20,9 @@ from warpline.kernels.spec import (
     updates,
     writes,
 )
+from warpline.kernels.catalog.products import matvec_allows, on_tensor_cores, row_pitch
+from warpline.kernels.noise import gumbel
+from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,15 +9,15 @@ __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.clus
 __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // Where block `rank` of the cluster has what this one has at `own`.
-__device__ __forceinline__ unsigned address_in_cluster(const float* own, int rank) {
+__device__ __forceinline__ unsigned address_in_cluster(const void* own, int rank) {
     unsigned address = shared_address(own);
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
     return address;
 }
 
-// Two neighbours. They are there when everybody has met again.
-__device__ __forceinline__ void store_in_cluster(unsigned address, float first, float second) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+// They are there when everybody has met again.
+__device__ __forceinline__ void store_in_cluster(unsigned address, const float (&v)[4]) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 
 }  // namespace warpline

@@ -63,16 +63,28 @@ __device__ __forceinline__ unsigned long long describe_tile(const void* tile) {
 // Sums c[NS][4], as in m16n8k16: a warp's 16 rows and NS times 8 columns. Numbers of operands must be spelled out.
 #define WARPLINE_SUM(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define WARPLINE_SUMS_2(c) WARPLINE_SUM(c, 0), WARPLINE_SUM(c, 1)
-#define WARPLINE_SUMS_4(c) WARPLINE_SUMS_2(c), WARPLINE_SUM(c, 2), WARPLINE_SUM(c, 3)
+#define WARPLINE_SUMS_3(c) WARPLINE_SUMS_2(c), WARPLINE_SUM(c, 2)
+#define WARPLINE_SUMS_4(c) WARPLINE_SUMS_3(c), WARPLINE_SUM(c, 3)
 #define WARPLINE_SUMS_6(c) WARPLINE_SUMS_4(c), WARPLINE_SUM(c, 4), WARPLINE_SUM(c, 5)
 #define WARPLINE_SUMS_8(c) WARPLINE_SUMS_6(c), WARPLINE_SUM(c, 6), WARPLINE_SUM(c, 7)
 #define WARPLINE_SUMS_12(c) \
     WARPLINE_SUMS_8(c), WARPLINE_SUM(c, 8), WARPLINE_SUM(c, 9), WARPLINE_SUM(c, 10), WARPLINE_SUM(c, 11)
+#define WARPLINE_SUMS_16(c) \
+    WARPLINE_SUMS_12(c), WARPLINE_SUM(c, 12), WARPLINE_SUM(c, 13), WARPLINE_SUM(c, 14), WARPLINE_SUM(c, 15)
+#define WARPLINE_SUMS_18(c) WARPLINE_SUMS_16(c), WARPLINE_SUM(c, 16), WARPLINE_SUM(c, 17)
+#define WARPLINE_SUMS_24(c)                                                                                        \
+    WARPLINE_SUMS_18(c), WARPLINE_SUM(c, 18), WARPLINE_SUM(c, 19), WARPLINE_SUM(c, 20), WARPLINE_SUM(c, 21), \
+        WARPLINE_SUM(c, 22), WARPLINE_SUM(c, 23)
 #define WARPLINE_NAMES_2 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define WARPLINE_NAMES_4 WARPLINE_NAMES_2 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WARPLINE_NAMES_3 WARPLINE_NAMES_2 ", %8, %9, %10, %11"
+#define WARPLINE_NAMES_4 WARPLINE_NAMES_3 ", %12, %13, %14, %15"
 #define WARPLINE_NAMES_6 WARPLINE_NAMES_4 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WARPLINE_NAMES_8 WARPLINE_NAMES_6 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define WARPLINE_NAMES_12 WARPLINE_NAMES_8 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WARPLINE_NAMES_16 WARPLINE_NAMES_12 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WARPLINE_NAMES_18 WARPLINE_NAMES_16 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WARPLINE_NAMES_24 \
+    WARPLINE_NAMES_18 ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 template <typename T, int NS>
 __device__ __forceinline__ void multiply_tiles(float (&c)[NS][4], unsigned long long a, unsigned long long b, bool adds);
 template <typename T>
@@ -98,10 +110,14 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned (
     }
 #define WARPLINE_GROUP_PRODUCTS(TYPE, NAME)                                  \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 2, "16", "%8", "%9", "%10")          \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 3, "24", "%12", "%13", "%14")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 4, "32", "%16", "%17", "%18")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 6, "48", "%24", "%25", "%26")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 8, "64", "%32", "%33", "%34")        \
     WARPLINE_MULTIPLY_TILES(TYPE, NAME, 12, "96", "%48", "%49", "%50")       \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 16, "128", "%64", "%65", "%66")      \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 18, "144", "%72", "%73", "%74")      \
+    WARPLINE_MULTIPLY_TILES(TYPE, NAME, 24, "192", "%96", "%97", "%98")      \
     WARPLINE_MULTIPLY_ROWS(TYPE, NAME)
 WARPLINE_GROUP_PRODUCTS(__half, "f16")
 WARPLINE_GROUP_PRODUCTS(__nv_bfloat16, "bf16")
@@ -109,9 +125,17 @@ WARPLINE_GROUP_PRODUCTS(__nv_bfloat16, "bf16")
 // Registers that products read or add to are what they should be.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
+// Ends a group of products; wait_for_products<N> returns when at most the newest N groups are still under way.
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+
 // All products are done.
 __device__ __forceinline__ void end_products() {
-    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+    commit_products();
+    wait_for_products<0>();
 }
 
 // The compiler does not know that products run by themselves: nothing that is done to these moves past this.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
+from warpline.kernels.arguments import Absent, Buffer, Dims, scratch
 from warpline.kernels.catalog import find
 from warpline.kernels.ladder.rung import Ladder, Rung, below, present
-from warpline.kernels.spec import THREADS_PER_WARP, Absent, Buffer, Dims, KernelSpec, Launch, Tunables, scratch
+from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 _TOP = find("flash_attention")
 _BLOCK, _TILE, _TILE_BLOCK = 128, 32, 256

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from warpline.kernels.arguments import Dims
 from warpline.kernels.catalog import find
 from warpline.kernels.ladder.rung import Ladder, Rung, below, in_constant_memory
-from warpline.kernels.spec import Dims, Launch, Tunables
+from warpline.kernels.spec import Launch, Tunables
 
 if TYPE_CHECKING:
     from torch import Tensor

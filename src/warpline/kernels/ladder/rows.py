@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
+from warpline.kernels.arguments import Dims
 from warpline.kernels.catalog import find
 from warpline.kernels.ladder.rung import Ladder, Rung, below
-from warpline.kernels.spec import THREADS_PER_WARP, Dims, Launch, Tunables
+from warpline.kernels.spec import THREADS_PER_WARP, Launch, Tunables
 
 _LAYERNORM, _SOFTMAX = find("layernorm"), find("softmax")
 _BLOCK = 128

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from warpline.errors import ConfigError
-from warpline.kernels.spec import Absent, Buffer, Dims, KernelSpec, Launch, Scalar, Tunables, Variant
+from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar
+from warpline.kernels.spec import KernelSpec, Launch, Tunables, Variant
 
 #: What constant memory holds.
 CONSTANT_BYTES = 64 << 10

@@ -1,0 +1,168 @@
+"""What a kernel takes: buffers and numbers, and how the device declares them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from warpline.config import DTYPE_BYTES
+
+Dims = Mapping[str, int]
+
+#: Element types in CUDA C++: the storage types, and what else a buffer may hold.
+CUDA_TYPES = {
+    "fp32": "float",
+    "fp16": "__half",
+    "bf16": "__nv_bfloat16",
+    "int32": "int",
+    "int64": "long long",
+    "bool": "bool",
+}
+ELEMENT_BYTES = {**DTYPE_BYTES, "int32": 4, "int64": 8, "bool": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a buffer holds: its element type, and what a test may put there. Plain numbers of the storage type unless
+    it says otherwise."""
+
+    #: Element type, or None for the storage type of the variant.
+    element: str | None = None
+    #: Integers from `lowest` to the extent of a dimension, inclusive where `lowest` is 1 (counts), else exclusive.
+    upto: str | None = None
+    lowest: int = 0
+    #: Floats between two bounds instead of normally distributed ones.
+    between: tuple[float, float] | None = None
+
+
+def index_into(dimension: str) -> Values:
+    """Indices into a dimension."""
+    return Values("int64", upto=dimension)
+
+
+def count_of(dimension: str) -> Values:
+    """How many of a dimension's entries count, at least one."""
+    return Values("int64", upto=dimension, lowest=1)
+
+
+def between(low: float, high: float) -> Values:
+    """float32 numbers between two bounds, whatever the storage type."""
+    return Values("fp32", between=(low, high))
+
+
+STORAGE = Values()
+FLOAT = Values("fp32")
+BITS = Values("int32")
+INDEX = Values("int64")
+FLAG = Values("bool")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor argument; `dims` names its extents, or states them."""
+
+    name: str
+    dims: tuple[str, ...]
+    #: "input", "output", "updated" (an input that the op changes in part), "constant" (an input that is copied into the
+    #: module's constant memory), or "scratch": zero at first, left zero where it counts, otherwise any value.
+    role: str = "input"
+    holds: Values = STORAGE
+    #: The extents of what an op touches of it, if that may be less than all: rows that are looked up, say.
+    touched: tuple[str, ...] | None = None
+    #: Four dimensions, of which all but the last may be strided: the device gets a View instead of a pointer.
+    strided: bool = False
+    #: The tunable that says how many rows a tile has, where the hardware copies tiles: the device gets a TensorMap.
+    tiled_by: str | None = None
+
+    def shape(self, dims: Dims) -> tuple[int, ...]:
+        """Its extents for given dimensions."""
+        return tuple(extent_of(name, dims) for name in self.dims)
+
+    def element(self, dtype: str) -> str:
+        """Name of its element type, in a variant that stores `dtype`."""
+        return self.holds.element or dtype
+
+    def bytes(self, dims: Dims, dtype: str) -> int:
+        """What a kernel moves of it: what it touches, once, even if it asks for it twice."""
+        touched = (extent_of(name, dims) for name in self.touched or self.dims)
+        return min(math.prod(self.shape(dims)), math.prod(touched)) * ELEMENT_BYTES[self.element(dtype)]
+
+    def definition(self, dtype: str, dims: Dims) -> str:
+        """The constant memory that holds it."""
+        kind, count = CUDA_TYPES[self.element(dtype)], math.prod(self.shape(dims))
+        return f"__constant__ __align__(16) {kind} {self.name}[{count}];"
+
+    def declaration(self, dtype: str, *, overlapping: bool) -> str:
+        """The kernel parameter. What is promised to be nobody else's is read at any time: there is no promise about
+        scratch, which other blocks write, nor in a launch that begins before the one ahead of it has written."""
+        kind = CUDA_TYPES[self.element(dtype)]
+        if self.strided:
+            return f"const warpline::View<{kind}> {self.name}"
+        if self.tiled_by is not None:
+            return f"const __grid_constant__ warpline::TensorMap {self.name}"
+        promise = "" if overlapping or self.role == "scratch" else "__restrict__ "
+        return f"{'const ' if self.role == 'input' else ''}{kind}* {promise}{self.name}"
+
+
+def extent_of(name: str, dims: Dims) -> int:
+    """Of a dimension that is named, stated, or follows from one: "rows", "1", "depth+2", "columns/8"."""
+    base, _, divisor = name.partition("/")
+    base, _, more = base.partition("+")
+    return (int(base) if base.isdigit() else dims[base]) // int(divisor or 1) + int(more or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number argument: a dimension or tunable of that name, or a number of its own with its usual value."""
+
+    name: str
+    default: float | Callable[[Dims], float] | None = None
+
+    @property
+    def is_dimension(self) -> bool:
+        """Whether the value is a dimension of the op."""
+        return self.default is None
+
+    @property
+    def is_int(self) -> bool:
+        """Whether the device takes it as an int."""
+        return self.is_dimension or isinstance(self.default, int)
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """An argument of the device function that this op does without, and what is passed in its place."""
+
+    name: str
+    value: str = "nullptr"
+
+
+def reads(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
+    """An input, its dimensions named in one string."""
+    return Buffer(name, tuple(dims.split()), holds=holds, touched=None if touched is None else tuple(touched.split()))
+
+
+def tiles(name: str, dims: str, rows: str) -> Buffer:
+    """A matrix that is read in tiles of so many rows."""
+    return Buffer(name, tuple(dims.split()), tiled_by=rows)
+
+
+def views(name: str, dims: str) -> Buffer:
+    """An input that may be strided."""
+    return Buffer(name, tuple(dims.split()), strided=True)
+
+
+def updates(name: str, dims: str, holds: Values = STORAGE, *, strided: bool = False) -> Buffer:
+    """An input of which the op changes a part."""
+    return Buffer(name, tuple(dims.split()), "updated", holds, strided=strided)
+
+
+def writes(name: str, dims: str, holds: Values = STORAGE) -> Buffer:
+    """An output."""
+    return Buffer(name, tuple(dims.split()), "output", holds)
+
+
+def scratch(name: str, dims: str, holds: Values = FLOAT) -> Buffer:
+    """Working memory; its dimensions may be tunables."""
+    return Buffer(name, tuple(dims.split()), "scratch", holds)
