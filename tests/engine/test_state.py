@@ -70,3 +70,15 @@ def test_a_batch_like_the_last_one_begins_anew() -> None:
         assert not state.broken.any()
         state.length += 2
         state.done[:], state.broken[:] = True, True
+
+
+def test_a_batch_that_was_refused_leaves_nothing_behind() -> None:
+    state = State(CONFIG, 2, 32, device=torch.device("cpu"), dtype=torch.float32)
+    params = SamplingParams(temperature=0, max_tokens=3)
+    fine, other = Request([1, 2, 3], params, 0, 0, 6), Request(["?"] * 5, params, 0, 0, 9)  # type: ignore[list-item]
+    state.begin([fine])
+    with pytest.raises(ValueError, match="invalid literal"):
+        state.begin([other])
+    state.begin([fine])
+    state.restart()
+    assert (state.length.tolist(), state.limit.tolist(), state.tokens[0, :3].tolist()) == ([3, 1], [6, 1], [1, 2, 3])

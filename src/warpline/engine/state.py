@@ -9,7 +9,6 @@ executor keeps a generator.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Hashable
@@ -99,7 +98,6 @@ MOST_PLACES = 1024
 _UNUSED = (1, 1, 1, 1, 1, 0.0, 1.0, 0.0, 1.0, False, True, False)
 
 
-@functools.lru_cache(64)
 def _needs(params: tuple[SamplingParams, ...], vocab: int) -> Needs:
     """Of rows with these settings among them."""
     sampled = [p for p in params if p.temperature > 0]
@@ -169,7 +167,8 @@ class State:
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
         self.needs = Needs(False, False, False, 0, False, None)
-        self._filled: tuple[int, tuple[Any, ...]] | None = None  # what fields begin with, and for how many rows
+        #: What the device's fields begin with: of every row its settings, limit, length and forced tokens.
+        self._asked: list[tuple[SamplingParams, int, int, Rows[int]]] | None = None
         self._places: dict[tuple[int, int, int], Tensor] = {}  # of tokens, for prompts that are on the device
         #: What executors have bound to this memory, under keys of their own; it goes when the state goes.
         self.kept: dict[Hashable, Any] = {}
@@ -181,25 +180,17 @@ class State:
     def begin(self, requests: Rows[Request]) -> None:
         """Take in a new batch, which counts from `restart` on. The GPU waits for this: it should be short, and most of
         all where a batch is like the last one but for its tokens, which are there already."""
-        batch, vocab, first = len(requests), self.config.vocab_size, requests[0]
-        prompts = [request.prompt for request in requests]
+        batch, prompts = len(requests), [request.prompt for request in requests]
         lengths = [prompt.shape[0] if isinstance(prompt, Tensor) else len(prompt) for prompt in prompts]
         there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
+        asked = [(r.params, r.limit, length, r.forced) for r, length in zip(requests, lengths, strict=True)]
         self.batch, self.longest = batch, max(lengths)
-        alike = all(r.params is first.params and r.limit == first.limit and not r.forced for r in requests)
-        params = (first.params,) if alike else tuple({id(r.params): r.params for r in requests}.values())
-        if alike and min(lengths) == self.longest:  # as mostly
-            values: tuple[Any, ...] = _fields(first, self.longest, vocab)
-        else:
-            values = tuple(zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True))
         sent = 0
-        if self._filled != (batch, values):
-            self._packed.ready()
-            for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
-                column[:batch] = value
-                column[batch:] = unused
-            self._filled, sent = (batch, values), self._fields_end
-        if len(there) < batch or not (alike or not any(request.forced for request in requests)):
+        if asked != self._asked:
+            self._asked = None  # until it has been sent
+            self._fill(requests, lengths)
+            sent = self._fields_end
+        if len(there) < batch or any(request.forced for request in requests):
             self._packed.ready()
             for row, (request, given) in enumerate(zip(requests, lengths, strict=True)):
                 if not isinstance(request.prompt, Tensor):
@@ -209,8 +200,8 @@ class State:
             sent = self._fields_end + batch * self.capacity * 8
         if sent:
             self._packed.send(sent)
+        self._asked = asked
         self._copy(prompts, lengths, there)
-        self.needs = _needs(params, vocab)
         if self.needs.random:
             noise = self._noise.ready().view(self.rows, self.capacity).numpy()
             for row, request in enumerate(requests):
@@ -218,7 +209,22 @@ class State:
                     noise[row, : request.limit] = noise_keys(request.seed, request.stream, request.limit)
             self._noise.send(batch * self.capacity)
         if self.needs.logprobs is not None:
-            self._allocate_logprobs(min(self.needs.logprobs, vocab))
+            self._allocate_logprobs(min(self.needs.logprobs, self.config.vocab_size))
+
+    def _fill(self, requests: Rows[Request], lengths: list[int]) -> None:
+        """What these rows begin with, on the host, and what they need."""
+        batch, vocab, first = len(requests), self.config.vocab_size, requests[0]
+        alike = all(r.params is first.params and r.limit == first.limit and not r.forced for r in requests)
+        if alike and min(lengths) == max(lengths):  # as mostly
+            values: tuple[Any, ...] = _fields(first, lengths[0], vocab)
+        else:
+            values = tuple(zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True))
+        self._packed.ready()
+        for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
+            column[:batch] = value
+            column[batch:] = unused
+        params = (first.params,) if alike else tuple({id(r.params): r.params for r in requests}.values())
+        self.needs = _needs(params, vocab)
 
     def _copy(self, prompts: list[Any], lengths: list[int], there: list[int]) -> None:
         """Those that are on the device, all at once where they are of one length."""
