@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -125,6 +127,22 @@ def test_it_cannot_run_every_model() -> None:
     weights = load("random:n_layer=1,n_head=2,n_embd=32,n_positions=16,activation_function=relu")
     with pytest.raises(ConfigError, match="relu"):
         create("kernels", weights, CPU, "fp32")
+
+
+def test_a_state_goes_when_nobody_holds_it() -> None:
+    """What executors keep with it must not hold it: the next one may need the memory at once."""
+    executor = create("kernels", load(SMALL), torch.device("cpu"), "fp32")
+    state = executor.allocate(1, 16)
+    state.begin([Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4), 0, 0, 7)])
+    executor.prefill(state)
+    executor.decode(state, 2)
+    gone = weakref.ref(state)
+    gc.disable()
+    try:
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

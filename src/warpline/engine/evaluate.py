@@ -84,6 +84,7 @@ def _begin(llm: LLM, start: int, ids: Sequence[int]) -> State:
     params = SamplingParams(temperature=0, ignore_eos=True)
     state = llm.executor.allocate(1, len(ids) + 2)
     state.begin([Request([start], params, 0, 0, len(ids) + 2, forced=list(ids))])
+    state.restart()
     return state
 
 

@@ -77,7 +77,8 @@ class Executor(ABC):
         """Raise what went wrong on the device, if anything; called when the host has waited for it."""
 
     def observe(self, state: State) -> dict[str, Tensor]:
-        """Decode one step and show what it computed, under the names of `diff.order`: a row for each sequence."""
+        """Decode one step of a state that was restarted, and show what it computed, under the names of `diff.order`: a
+        row for each sequence."""
         raise ConfigError(f"the {self.name} executor does not show what it computes")
 
     def _on_device(self) -> AbstractContextManager[object]:

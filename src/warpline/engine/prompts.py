@@ -35,8 +35,9 @@ Launch = Callable[[], object]
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 #: Tokens, of all passes together, whose memory is kept for the next time: some 20 KB each for gpt2.
 MOST_KEPT = 1 << 16
-#: Kernels of a pass's first graph, and how much larger each is than the one before. A graph whose kernels overlap
-#: begins when the host has gone through all of them, 1 µs each (H200); meanwhile the graph before it runs, 4 each.
+#: Launches in a pass's first graph, the restart among them, and how much larger each graph is than the one before. A
+#: graph whose kernels overlap begins when the host has gone through all of them, 1 µs each (H200); meanwhile the graph
+#: before it runs, 4 each.
 FIRST_PART, GROWTH = 8, 4
 
 

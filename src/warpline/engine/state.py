@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,25 +151,28 @@ class State:
         # The fields of all rows as they are in the beginning, then row by row the tokens: one copy brings what a batch
         # needs of both. The fields that change are a copy on the device.
         width = sum(kind.itemsize for kind in _FIELDS.values())
-        self._fields_end = -(-rows * width // 8) * 8
-        self._fields = torch.zeros(self._fields_end, dtype=torch.uint8, device=device)
-        self._packed = _Mirrored(self._fields_end + rows * capacity * 8, torch.uint8, device)
-        self.tokens = self._packed.there[self._fields_end :].view(torch.int64).view(rows, capacity)
-        self._tokens_here = self._packed.here[self._fields_end :].view(torch.int64).view(rows, capacity).numpy()
-        self._fields_here: list[np.ndarray] = []
+        self._initial_end = -(-rows * width // 8) * 8
+        self._current = torch.zeros(self._initial_end, dtype=torch.uint8, device=device)
+        self._packed = _Mirrored(self._initial_end + rows * capacity * 8, torch.uint8, device)
+        self.tokens = self._packed.there[self._initial_end :].view(torch.int64).view(rows, capacity)
+        self._tokens_here = self._packed.here[self._initial_end :].view(torch.int64).view(rows, capacity).numpy()
+        self._initial_here: list[np.ndarray] = []
         end = 0
         for name, kind in _FIELDS.items():
             begin, end = end, end + rows * kind.itemsize
-            setattr(self, name, self._fields[begin:end].view(kind))
-            self._fields_here.append(self._packed.here[begin:end].view(kind).numpy())
+            setattr(self, name, self._current[begin:end].view(kind))
+            self._initial_here.append(self._packed.here[begin:end].view(kind).numpy())
         self.logprob: Tensor | None = None
         self.top_logprob: Tensor | None = None
         self.top_token: Tensor | None = None
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
         self.needs = Needs(False, False, False, 0, False, None)
+        #: Sets every field to what it begins with: nothing of the last batch counts any more. Whoever runs prompts does
+        #: this first. It may be part of a graph, and knows tensors, not the state: who keeps it does not keep that.
+        self.restart: Callable[[], object] = partial(self._current.copy_, self._packed.there[: self._initial_end])
         #: What the device's fields begin with: of every row its settings, limit, length and forced tokens.
-        self._asked: list[tuple[SamplingParams, int, int, Rows[int]]] | None = None
+        self._asked: list[tuple[SamplingParams, int, int, tuple[int, ...]]] | None = None
         self._places: dict[tuple[int, int, int], Tensor] = {}  # of tokens, for prompts that are on the device
         #: What executors have bound to this memory, under keys of their own; it goes when the state goes.
         self.kept: dict[Hashable, Any] = {}
@@ -183,13 +187,13 @@ class State:
         batch, prompts = len(requests), [request.prompt for request in requests]
         lengths = [prompt.shape[0] if isinstance(prompt, Tensor) else len(prompt) for prompt in prompts]
         there = [row for row, prompt in enumerate(prompts) if isinstance(prompt, Tensor)]
-        asked = [(r.params, r.limit, length, r.forced) for r, length in zip(requests, lengths, strict=True)]
+        asked = [(r.params, r.limit, length, tuple(r.forced)) for r, length in zip(requests, lengths, strict=True)]
         self.batch, self.longest = batch, max(lengths)
         sent = 0
         if asked != self._asked:
             self._asked = None  # until it has been sent
             self._fill(requests, lengths)
-            sent = self._fields_end
+            sent = self._initial_end
         if len(there) < batch or any(request.forced for request in requests):
             self._packed.ready()
             for row, (request, given) in enumerate(zip(requests, lengths, strict=True)):
@@ -197,7 +201,7 @@ class State:
                     self._tokens_here[row, :given] = request.prompt
                 forced = request.forced[: request.limit - given]
                 self._tokens_here[row, given : given + len(forced)] = forced
-            sent = self._fields_end + batch * self.capacity * 8
+            sent = self._initial_end + batch * self.capacity * 8
         if sent:
             self._packed.send(sent)
         self._asked = asked
@@ -220,7 +224,7 @@ class State:
         else:
             values = tuple(zip(*map(_fields, requests, lengths, itertools.repeat(vocab)), strict=True))
         self._packed.ready()
-        for column, value, unused in zip(self._fields_here, values, _UNUSED, strict=True):
+        for column, value, unused in zip(self._initial_here, values, _UNUSED, strict=True):
             column[:batch] = value
             column[batch:] = unused
         params = (first.params,) if alike else tuple({id(r.params): r.params for r in requests}.values())
@@ -242,11 +246,6 @@ class State:
                 self._places.clear()
             self._places[key] = self.tokens[row : row + count, :length]
         return self._places[key]
-
-    def restart(self) -> None:
-        """Set every field to what it begins with: nothing of the last batch counts any more. Whoever runs prompts does
-        this first; it may be part of a graph."""
-        self._fields.copy_(self._packed.there[: self._fields_end])
 
     def _allocate_logprobs(self, top: int) -> None:
         """On first use, and again only if more are wanted than ever before."""

@@ -31,7 +31,7 @@ def words(matrix: Tensor, rows: int) -> list[int]:
         2,
         matrix.data_ptr(),
         [long(matrix.shape[1]), long(matrix.shape[0])],
-        [long(matrix.stride(0) * size)],
+        [long(matrix.shape[1] * size)],
         [short(ROW_BYTES // size), short(min(rows, len(matrix)))],
         [short(1), short(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

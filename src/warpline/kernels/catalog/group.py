@@ -31,7 +31,7 @@ _SPLIT_INPUTS = 2048
 #: Blocks that every card of 132 SMs runs at once: clusters of four leave some SMs idle. With 64 rows to a block, more
 #: of them than this are slower, too.
 _BLOCKS, _FEW_BLOCKS = 128, 96
-#: Registers of a thread for what it keeps while it multiplies, out of 168.
+#: Registers of a thread for what it keeps while it multiplies, out of 168: nine warps are three on one scheduler.
 _REGISTERS = 160
 #: Bytes of stages beyond which a ring is too long: everybody's first tiles come later.
 _RING_BYTES = 200_000
@@ -48,12 +48,13 @@ def _allows(norm: bool) -> Callable[[Dims, Tunables, str], bool]:
         inputs, splits, halves = dims["inputs"], tunables["splits"], _halves(tunables)
         eights = tunables["tile_n"] // 8 // halves  # of a warp's outputs: there is no product of nine
         whole = inputs % (_DEPTH * splits) == 0 and dims["outputs"] % _SLICE == 0
-        whole = whole and eights != 9 and (norm or eights % 2 == 0)
+        whole = whole and eights != 9 and (norm or eights % 2 == 0) and (eights <= 16 or splits == 1)
         standards, lines, barriers = tunables["tile_m"] * 16 * halves, tunables["tile_n"] * 8, tunables["stages"] * 16
         shared = _launch(dims, tunables, dtype).shared_bytes + standards + lines + barriers
         sums, statistics = eights * (8 if eights <= 8 else 4), inputs // _SLICE // halves if norm else 0
         fits = shared <= ARCH_LIMITS["sm_90"].block_shared_bytes and sums + statistics <= _REGISTERS
-        return whole and fits and tunables["stages"] <= inputs // splits // _DEPTH
+        tiles_of_block = inputs // splits // _DEPTH  # a stage is given back when the next one is read: one is too few
+        return whole and fits and min(2, tiles_of_block) <= tunables["stages"] <= tiles_of_block
 
     return allows
 
@@ -62,8 +63,8 @@ def _defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
     def defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
         """The first tiles of which all run at once; none may, and then it is the largest."""
         inputs, found = dims["inputs"], dict[str, int]()
-        shared = not norm and inputs >= _SPLIT_INPUTS and inputs % (4 * _DEPTH) == 0
-        for m, n, splits in _NORM_TILES if norm else _SPLIT_TILES if shared else _TILES:
+        clusters = not norm and inputs >= _SPLIT_INPUTS and inputs % (4 * _DEPTH) == 0
+        for m, n, splits in _NORM_TILES if norm else _SPLIT_TILES if clusters else _TILES:
             most = min(inputs // splits // _DEPTH, _RING_BYTES // ((m + n) * _DEPTH * DTYPE_BYTES[dtype]))
             stages = max((count for count in _TUNABLES["stages"] if count <= most), default=1)
             choice = {"tile_m": m, "tile_n": n, "splits": splits, "stages": stages}
@@ -82,7 +83,7 @@ def _launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
     received, finished = m * n // splits * (splits - 1) * 4, m * (n + 16) * DTYPE_BYTES[dtype]
     grid, alignment = -(-dims["rows"] // m) * -(-dims["outputs"] // n) * splits, 1024
     threads = (m // 16 * _halves(tunables) + 1) * THREADS_PER_WARP
-    return Launch(grid, threads, max(ring + received, finished) + alignment, splits)
+    return Launch(grid, threads, max(ring, finished) + received + alignment, splits)
 
 
 def in_tiles(weight: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ __device__ __forceinline__ unsigned address_in_cluster(const void* own, int rank
 
 // They are there when everybody has met again.
 __device__ __forceinline__ void store_in_cluster(unsigned address, const float (&v)[4]) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
 }
 
 }  // namespace warpline

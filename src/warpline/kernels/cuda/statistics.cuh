@@ -10,7 +10,7 @@ namespace warpline {
 constexpr int SLICE = 16;
 
 // The statistics of a slice of which each of four neighbouring lanes has four numbers; all of a warp take part.
-__device__ __forceinline__ float2 statistics_of_four(float a, float b, float c, float d) {
+__device__ __forceinline__ float2 slice_statistics(float a, float b, float c, float d) {
     const auto of_all = [](float sum) {
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         return sum + __shfl_xor_sync(0xffffffffu, sum, 2);

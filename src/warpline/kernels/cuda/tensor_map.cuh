@@ -10,8 +10,8 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// The description will be needed soon.
-__device__ __forceinline__ void expect_tiles(const TensorMap& map) {
+// Fetches the description, which will be needed soon.
+__device__ __forceinline__ void fetch_description(const TensorMap& map) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 #endif
@@ -35,10 +35,11 @@ __device__ __forceinline__ void copy_block(void* target, const void* source, int
 }
 
 // Starts a copy of the tile at (row, column); the barrier counts its bytes.
-__device__ __forceinline__ void copy_tile(void* target, const TensorMap& map, int column, int row, unsigned long long* barrier) {
+__device__ __forceinline__ void copy_tile(void* target, const TensorMap& map, int column, int row,
+                                          unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     shared_address(target)),
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(target)),
                  "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
                  : "memory");
 #endif

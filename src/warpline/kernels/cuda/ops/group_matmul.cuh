@@ -2,15 +2,17 @@
 //
 // The idea: tensor cores wait for nothing but the first tile. A block owns M rows and N outputs; one warp does nothing but ask
 // for tiles, x by a tensor map, into a ring of STAGES, and warpgroups multiply 64 rows each (wgmma), or, where there are no
-// more, half of the outputs each, and give a stage back when they have read it. Weights set out before the launch ahead has ended. A LayerNorm costs no launch: its weight and bias
-// are part of the product's already, the product is taken of x as it is, and the sums are corrected for mean and deviation of
-// its rows in the end. Who wrote x has left these, slice by slice.
+// more, half of the outputs each, and give a stage back when they have read it. Weights, which lie in tiles, set out before the
+// launch ahead has ended. A LayerNorm costs no launch: its weight and bias are part of the product's already, the product is
+// taken of x as it is, and the sums are corrected for mean and deviation of its rows in the end. Who wrote x has left these,
+// slice by slice.
 // Where there are many inputs or few outputs, the SPLITS blocks of a cluster share them: each warp sends its sums to the block
 // that finishes its rows, as they lie in registers, and they meet when all have sent. Sums are added in a fixed order.
 // What is finished stays in registers until it is rounded, and leaves through shared memory in whole vectors.
 // Traffic: x once for every N outputs and weight once for every M rows, from L2; y once.
 // Tried and lost: a ring that all threads fill (cp.async), 17 µs for GPT-2's FC of 1,024 rows; sums finished by way of shared
-// memory in float, 14 µs, of which 5 behind the last product.
+// memory in float, 14 µs, of which 5 behind the last product; blocks that begin with different tiles, 676 instead of 634 µs for
+// a prompt of 1,023 tokens, because L2 merges what is asked for at once.
 #pragma once
 #include "cluster.cuh"
 #include "ops/gelu.cuh"
@@ -33,9 +35,12 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     constexpr int HALVES = M == 64 && N >= 32 ? 2 : 1, NS = N / 8 / HALVES, COPIER = M / 16 * HALVES, WORKERS = COPIER * WARP;
     constexpr int FINISHERS = M / 16 / SPLITS;  // of each half, whose rows this block finishes
     constexpr int CHAINS = NS <= 8 ? 2 : 1;     // where products are short they are two sums that do not wait for each other
-    static_assert(TILES * GROUP_ROW * SPLITS == INPUTS && OUTPUTS % SLICE == 0 && N % SLICE == 0 && STAGES <= TILES);
+    static_assert(TILES * GROUP_ROW * SPLITS == INPUTS && OUTPUTS % SLICE == 0 && N % SLICE == 0);
+    static_assert(STAGES <= TILES && (STAGES > 1 || TILES == 1));  // a stage is given back when the next one is read
+    // The stages, and where they were, what is finished; behind both what the others of a cluster send.
+    constexpr int PITCH = NS * 8 + 8, FINISHED = COPIER * 16 * PITCH, RING = STAGES * STAGE;
     T* stages = group_memory<T>();
-    float4* received = reinterpret_cast<float4*>(stages + STAGES * STAGE);  // [other block][half][NS][thread that finishes]
+    float4* received = reinterpret_cast<float4*>(stages + (RING > FINISHED ? RING : FINISHED));  // [other][half][NS][thread]
     using Standards = RowStandards<INPUTS, M, WORKERS>;
     __shared__ typename Standards::Shared standards;
     __shared__ __align__(16) float2 lines[N];  // of every column its level, the bias, and its slope over the rows' means
@@ -56,7 +61,8 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     __syncthreads();
 
     // As the sums lie in registers: this thread has, in each eight columns, two neighbours of two rows eight apart.
-    const int row_warp = warp % (M / 16), half = warp / (M / 16), half_output = first_output + half * NS * 8, pair = lane % 4 * 2;
+    const int row_warp = warp % (M / 16), half = warp / (M / 16), pair = lane % 4 * 2;
+    const int half_output = first_output + half * NS * 8;
     const auto row_of = [&](int upper) { return row_warp * 16 + upper * 8 + lane / 4; };
     using Pack = Vec<T, 8>;
     constexpr int STEPS = ceil_div(16 * NS, WARP);
@@ -81,12 +87,13 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
             const T* tiles = weight + (static_cast<long long>(first_input / GROUP_ROW) * OUTPUTS + first_output) * GROUP_ROW;
             const auto fetch_weights = [&](int t) {
                 barrier_expect(filled + t % STAGES, (x_rows + outputs) * ROW_BYTES);
-                copy_block(stages + t % STAGES * STAGE + X_TILE, tiles + t * OUTPUTS * GROUP_ROW, outputs * ROW_BYTES, filled + t % STAGES);
+                T* target = stages + t % STAGES * STAGE + X_TILE;
+                copy_block(target, tiles + t * OUTPUTS * GROUP_ROW, outputs * ROW_BYTES, filled + t % STAGES);
             };
             const auto fetch_x = [&](int t) {
                 copy_tile(stages + t % STAGES * STAGE, x, first_input + t * GROUP_ROW, first_row, filled + t % STAGES);
             };
-            expect_tiles(x);
+            fetch_description(x);
             // Few blocks begin long before x is there. Many begin late, and x should not come behind all of their weights.
             const int early = rows <= M ? STAGES : ceil_div(STAGES, 2);
             for (int t = 0; t < early; ++t) fetch_weights(t);
@@ -150,7 +157,8 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
         const int finisher = row_warp % FINISHERS * WARP + lane;
         if (warp < COPIER && !finishes) {
             const int rank = row_warp / FINISHERS, from = part - (part > rank);
-            const unsigned there = address_in_cluster(received + (from * HALVES + half) * NS * FINISHERS * WARP + finisher, rank);
+            const float4* own = received + (from * HALVES + half) * NS * FINISHERS * WARP + finisher;
+            const unsigned there = address_in_cluster(own, rank);
 #pragma unroll
             for (int n = 0; n < NS; ++n) store_in_cluster(there + n * FINISHERS * WARP * 16, sum[n]);
         }
@@ -170,13 +178,14 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
 
     // Every warp has 16 rows, and a place for them where the stages were. Nothing is stored there before all of it is computed:
     // the compiler would keep what is read behind it waiting.
-    constexpr int PITCH = NS * 8 + 8;
     T* staged = stages + warp * 16 * PITCH;
     const auto place_of = [&](int n, int upper) {
         return reinterpret_cast<Vec<T, 2>*>(staged + (upper * 8 + lane / 4) * PITCH + n * 8 + pair);
     };
     if (residual != nullptr) {
-        each_vector([&](int step, int row, int column, long long) { *reinterpret_cast<Pack*>(staged + row * PITCH + column) = more[step]; });
+        each_vector([&](int step, int row, int column, long long) {
+            *reinterpret_cast<Pack*>(staged + row * PITCH + column) = more[step];
+        });
         __syncwarp();
     }
     float scale[2] = {1.f, 1.f}, shift[2] = {};
@@ -221,7 +230,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
         for (int i = 0; i < NS; ++i) {
             const int upper = i % 2, n = i / 2 * 2, row = first_row + row_of(upper), output = half_output + n * 8;
             const float(&a)[4] = sum[n], (&b)[4] = sum[n + 1];
-            const float2 found = statistics_of_four(a[upper * 2], a[upper * 2 + 1], b[upper * 2], b[upper * 2 + 1]);
+            const float2 found = slice_statistics(a[upper * 2], a[upper * 2 + 1], b[upper * 2], b[upper * 2 + 1]);
             if (lane % 4 == 0 && row < rows && output < OUTPUTS) {
                 reinterpret_cast<float2*>(left_statistics)[static_cast<long long>(output / SLICE) * rows + row] = found;
             }

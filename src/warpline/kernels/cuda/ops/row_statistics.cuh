@@ -11,7 +11,7 @@ __device__ __forceinline__ void row_statistics(const T* x, float* statistics, in
     const long long at = (static_cast<long long>(blockIdx.x) * BLOCK + threadIdx.x) * 4;
     const bool inside = at < static_cast<long long>(rows) * COLUMNS;
     const Vec<T, 4> v = inside ? *reinterpret_cast<const Vec<T, 4>*>(x + at) : Vec<T, 4>{};
-    const float2 found = statistics_of_four(to_float(v.at[0]), to_float(v.at[1]), to_float(v.at[2]), to_float(v.at[3]));
+    const float2 found = slice_statistics(to_float(v.at[0]), to_float(v.at[1]), to_float(v.at[2]), to_float(v.at[3]));
     if (inside && threadIdx.x % 4 == 0) {
         reinterpret_cast<float2*>(statistics)[at % COLUMNS / SLICE * rows + at / COLUMNS] = found;
     }
