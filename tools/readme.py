@@ -42,10 +42,15 @@ def newest_kernel_rows() -> dict[tuple[str, str, str, str], dict[str, Any]]:
     for path in sorted((ROOT / "results").glob("*/kernels.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            # Rows from before the roof was measured are history, and so are kernels that there are no more.
-            if "percent_of_roof" in row and row["kernel"] in CATALOG:
-                shape = "×".join(str(extent) for extent in row["dims"].values())
-                newest[row["kernel"], row["dtype"], shape, row["arch"]] = row
+            # Rows from before the roof was measured are history, and so are kernels that there are no more, or that
+            # were written anew and have other tunables.
+            spec = CATALOG.get(row["kernel"])
+            if spec is None or "percent_of_roof" not in row:
+                continue
+            if row.get("tunables", spec.tunables).keys() != spec.tunables.keys():
+                continue
+            shape = "×".join(str(extent) for extent in row["dims"].values())
+            newest[row["kernel"], row["dtype"], shape, row["arch"]] = row
     order = {name: i for i, name in enumerate(CATALOG)}
     return dict(sorted(newest.items(), key=lambda item: order[item[0][0]]))
 
