@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from warpline.engine.persistent_exec import PersistentExecutor
+from warpline.engine.state import State
 from warpline.engine.tape import record
-from warpline.kernels.persistent import STAGES, UNIT, Extents, Plan, plan
+from warpline.kernels.persistent import STAGES, UNIT, Arguments, Extents, Plan, plan
 from warpline.model.weights import load
 
 NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"}
@@ -99,3 +101,18 @@ def test_layernorm_behind_a_product_is_layernorm_before_it() -> None:
         found = (weight @ (gamma * x) - mean * slope) / deviation + level
         expected = F.linear(F.layer_norm(x, x.shape, gamma, beta, 0.0), weight, bias)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_launch_is_given_everything_that_the_kernel_takes() -> None:
+    """What stays is put together once, in the executor; the rest is named here."""
+    weights = load("random:n_layer=1,n_head=2,n_embd=64,n_positions=64,vocab_size=99")
+    executor = object.__new__(PersistentExecutor)  # without a GPU
+    extents = Extents("fp32", 64, 256, 2, 1, 99, rows=1, blocks=3, arch="sm_90")
+    executor.config, executor._tapes = weights.config, record(weights, plan(extents))
+    executor._wte, executor._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
+    executor._fault = torch.zeros(1, dtype=torch.int32)
+    state = State(weights.config, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
+    given = {*executor._tensors(state), *executor._numbers(state)}
+    with_every_launch = {"words", "count", "tag", "logits", "patience", "stamps"}
+    assert given | with_every_launch == {name for name, *_ in Arguments._fields_}
+    assert not given & with_every_launch

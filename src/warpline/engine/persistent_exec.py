@@ -24,6 +24,11 @@ from warpline.model.weights import Weights
 
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
+#: What a launch reads and writes of a state.
+_FIELDS = (
+    "tokens", "length", "known", "limit", "min_length", "temperature", "top_k", "top_p", "min_p", "penalty", "noise",
+    "stops_at_eos", "done", "broken",
+)  # fmt: skip
 #: Where decoders are compiled while prompts are computed.
 _COMPILING = ThreadPoolExecutor(1)
 
@@ -70,7 +75,7 @@ class PersistentExecutor(Executor):
         self._tapes = record(weights, persistent.plan(self.extents))
         self._fault = torch.zeros(1, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None
-        self._decoders: dict[tuple[int, Needs], persistent.DecodeProgram] = {}
+        self._decoders: dict[tuple[int, Needs, persistent.Extents], persistent.DecodeProgram] = {}
         self._ahead: dict[persistent.DecodeProgram, Future[Binary[persistent.DecodeProgram]]] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self.stamps: Tensor | None = None
@@ -108,10 +113,9 @@ class PersistentExecutor(Executor):
 
     def _decode(self, state: State, n: int) -> None:
         """In one launch, unless the logarithms of probabilities are asked for."""
-        most = self.extents.most_rows
-        if state.batch > most:
+        if self.most_rows is not None and state.batch > self.most_rows:
             raise ConfigError(
-                f"the persistent executor decodes up to {most} sequences of this model, not {state.batch}"
+                f"the persistent executor decodes up to {self.most_rows} sequences of this model, not {state.batch}"
             )
         program = self._decoder(state)
         if state.needs.logprobs is None:
@@ -136,11 +140,11 @@ class PersistentExecutor(Executor):
 
     def _decoder(self, state: State) -> persistent.DecodeProgram:
         """The program that decodes this batch; asked for while the GPU waits."""
-        needs, batch = state.needs, state.batch
-        if (found := self._decoders.get((batch, needs))) is None:
+        needs, key = state.needs, (state.batch, state.needs, self.extents)
+        if (found := self._decoders.get(key)) is None:
             filters = needs.penalty or needs.candidates > 0 or needs.min_p
             options = {"filters": filters} if needs.logprobs is None else {"logits": True}
-            found = self._decoders[batch, needs] = self._program(batch, **options)
+            found = self._decoders[key] = self._program(state.batch, **options)
         return found
 
     def _program(self, batch: int, **options: Any) -> persistent.DecodeProgram:
@@ -148,40 +152,32 @@ class PersistentExecutor(Executor):
 
     @torch.inference_mode()
     def _launch(self, state: State, n: int, program: persistent.DecodeProgram) -> Tensor:
-        config, batch = self.config, state.batch
-        if self._logits is None or len(self._logits) < batch:
-            self._logits = torch.empty(program.extents.rows, config.vocab_size, device=self.device)
-        tensors = {
-            "tape": self._tapes.tape,
-            "plans": self._tapes.plans,
-            "vectors": self._tapes.vectors,
-            "lines": self._tapes.lines,
-            "wte": self._wte,
-            "wpe": self._wpe,
-            "k": state.cache.k,
-            "v": state.cache.v,
-            "tokens": state.tokens,
-            "length": state.length,
-            "known": state.known,
-            "limit": state.limit,
-            "min_length": state.min_length,
-            "temperature": state.temperature,
-            "top_k": state.top_k,
-            "top_p": state.top_p,
-            "min_p": state.min_p,
-            "penalty": state.penalty,
-            "noise": state.noise,
-            "stops_at_eos": state.stops_at_eos,
-            "done": state.done,
-            "broken": state.broken,
-            "logits": self._logits,
-            "fault": self._fault,
-        }
-        if self.stamps is not None:
-            tensors["stamps"] = self.stamps
-        numbers = {
-            "patience": int(self.patience * 1e9),
-            "batch": batch,
+        """What does not change from launch to launch is put together once: the GPU may be waiting."""
+        if self._logits is None or len(self._logits) < state.batch:
+            self._logits = torch.empty(program.extents.rows, self.config.vocab_size, device=self.device)
+        with torch.cuda.device(self._index):
+            if (bound := state.kept.get((self, program, state.batch))) is None:
+                kernel = self._loaded(program)
+                bound = kernel, kernel.arguments(self._tensors(state), self._numbers(state))
+                state.kept[self, program, state.batch] = bound
+            kernel, arguments = bound
+            arguments.logits, arguments.patience = self._logits.data_ptr(), int(self.patience * 1e9)
+            if self.stamps is not None:
+                arguments.stamps = self.stamps.data_ptr()
+            kernel.launch(n, arguments)
+        return self._logits[: state.batch]
+
+    def _tensors(self, state: State) -> dict[str, Tensor]:
+        """Memory that a launch reads and writes, and that stays where it is."""
+        tapes, cache = self._tapes, state.cache
+        shared = {"wte": self._wte, "wpe": self._wpe, "fault": self._fault, "k": cache.k, "v": cache.v}
+        read = ("tape", "plans", "vectors", "lines")
+        return shared | {name: getattr(tapes, name) for name in read} | {name: getattr(state, name) for name in _FIELDS}
+
+    def _numbers(self, state: State) -> dict[str, float | int]:
+        config = self.config
+        return {
+            "batch": state.batch,
             "cache_rows": state.rows,
             "capacity": state.capacity,
             "window": config.window or 0,
@@ -190,6 +186,3 @@ class PersistentExecutor(Executor):
             "scale": config.attention_scale(0),
             "scale_by_layer": int(config.scale_attn_by_inverse_layer_idx),
         }
-        with torch.cuda.device(self._index):
-            self._loaded(program).launch(n, tensors, numbers)
-        return self._logits[:batch]

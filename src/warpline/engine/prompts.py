@@ -6,6 +6,7 @@ only the last position of each sequence goes on.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,8 +54,8 @@ class Prompts:
     def run(self, state: State) -> None:
         """As `Executor._prefill` describes it."""
         passes: dict[tuple[int, int, str], Pass] = state.kept.setdefault(self, {})
-        step = LENGTHS[-1] - LENGTHS[-2]
-        length = next((n for n in LENGTHS if n >= state.longest), -(-state.longest // step) * step)
+        at, step = bisect_left(LENGTHS, state.longest), LENGTHS[-1] - LENGTHS[-2]
+        length = LENGTHS[at] if at < len(LENGTHS) else -(-state.longest // step) * step
         key = (state.batch, min(length, state.capacity), state.needs.end)
         found = passes.pop(key, None)
         if found is None:

@@ -359,16 +359,21 @@ class DecodeKernel:
                 found[target] = values.contiguous().view(element)
         return found
 
-    def launch(self, count: int, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> None:
+    def arguments(self, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> Arguments:
+        """What launches on this memory are given, but for what `launch` adds."""
+        found = Arguments(words=self.words.data_ptr(), **numbers)
+        for name, tensor in tensors.items():
+            setattr(found, name, tensor.data_ptr())
+        return found
+
+    def launch(self, count: int, arguments: Arguments) -> None:
         """Enqueue up to `count` tokens."""
         extents = self.program.extents
         turns = count * (extents.layers + (CHOICE_TURNS if extents.filters else 1))
         if self._tag + turns >= 2**31:
             self.words.zero_()
             self._tag = 1
-        arguments = Arguments(count=count, tag=self._tag, words=self.words.data_ptr(), **numbers)
-        for name, tensor in tensors.items():
-            setattr(arguments, name, tensor.data_ptr())
+        arguments.count, arguments.tag = count, self._tag
         self._tag += turns
         self._module.launch(self._shape, (ctypes.c_void_p * 1)(ctypes.addressof(arguments)), cooperative=True)
 
