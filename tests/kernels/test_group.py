@@ -57,7 +57,7 @@ def test_gpt2s_products_of_a_thousand_rows_run_at_once() -> None:
         for rows in range(9, 1025):
             dims = {"rows": rows, "outputs": outputs, "inputs": inputs}
             shape = spec.launch(dims, spec.default(dims, "fp16", "sm_90"), "fp16")
-            assert shape.grid <= (128 if shape.cluster <= 2 else 112)
+            assert shape.grid <= (132 if shape.cluster <= 2 else 132 * 6 // 7)  # as `runs_at_once` has it, on an H200
             assert shape.shared_bytes <= ARCH_LIMITS["sm_90"].block_shared_bytes
 
 

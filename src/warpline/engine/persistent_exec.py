@@ -13,6 +13,7 @@ from warpline.config import DTYPE_BYTES
 from warpline.engine.executor import Executor
 from warpline.engine.prompts import Prompts
 from warpline.engine.sampling import advance
+from warpline.engine.schedule import ENDED_BY, SAMPLED_BY
 from warpline.engine.state import Needs, State
 from warpline.engine.tape import record
 from warpline.errors import ConfigError, DeviceError
@@ -24,11 +25,6 @@ from warpline.model.weights import Weights
 
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
-#: What a launch reads and writes of a state.
-_FIELDS = (
-    "tokens", "length", "known", "limit", "min_length", "temperature", "top_k", "top_p", "min_p", "penalty", "noise",
-    "stops_at_eos", "done", "broken",
-)  # fmt: skip
 #: Where decoders are compiled while prompts are computed.
 _COMPILING = ThreadPoolExecutor(1)
 
@@ -171,8 +167,8 @@ class PersistentExecutor(Executor):
         """Memory that a launch reads and writes, and that stays where it is."""
         tapes, cache = self._tapes, state.cache
         shared = {"wte": self._wte, "wpe": self._wpe, "fault": self._fault, "k": cache.k, "v": cache.v}
-        read = ("tape", "plans", "vectors", "lines")
-        return shared | {name: getattr(tapes, name) for name in read} | {name: getattr(state, name) for name in _FIELDS}
+        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines")}
+        return shared | {name: getattr(state, name) for name in {*SAMPLED_BY, *ENDED_BY}}
 
     def _numbers(self, state: State) -> dict[str, float | int]:
         config = self.config

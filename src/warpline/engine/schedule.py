@@ -20,7 +20,7 @@ from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.kernels.spec import KernelSpec
 from warpline.model.weights import Weights
 
-#: What `sample` and `append_token` read of a state, in their order.
+#: What `sample` and `append_token` read of a state, in their order; together, what any step needs of it.
 SAMPLED_BY = (
     "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
 )  # fmt: skip

@@ -78,11 +78,11 @@ def _defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
 
 
 def _launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    m, n, splits = tunables["tile_m"], tunables["tile_n"], tunables["splits"]
+    m, n, splits, halves = tunables["tile_m"], tunables["tile_n"], tunables["splits"], _halves(tunables)
     ring = tunables["stages"] * (m + n) * _DEPTH * DTYPE_BYTES[dtype]
-    received, finished = m * n // splits * (splits - 1) * 4, m * (n + 16) * DTYPE_BYTES[dtype]
+    received, finished = m * n // splits * (splits - 1) * 4, m * (n + 8 * halves) * DTYPE_BYTES[dtype]
     grid, alignment = -(-dims["rows"] // m) * -(-dims["outputs"] // n) * splits, 1024
-    threads = (m // 16 * _halves(tunables) + 1) * THREADS_PER_WARP
+    threads = (m // 16 * halves + 1) * THREADS_PER_WARP
     return Launch(grid, threads, max(ring, finished) + received + alignment, splits)
 
 
