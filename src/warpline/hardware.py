@@ -263,6 +263,13 @@ def free_bytes(device: str) -> int | None:
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
+def give_back_freed_memory() -> None:
+    """What this process has freed goes back to the system, where the C library (glibc) would keep it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def peak_process_bytes() -> int:
     """The most memory that this process has taken. Linux's own count: what getrusage says is not less than what the
     parent had when it started this process."""

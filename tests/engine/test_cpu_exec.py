@@ -257,7 +257,8 @@ def test_int8_models_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_what_int8_takes_of_memory() -> None:
-    """In a process of its own: weights, cache and 300 MB more than torch itself, and nothing of the float32 weights."""
+    """In a process of its own: weights, cache and 300 MB more than torch itself, and nothing of the float32
+    weights. What making them took goes back."""
     words = (
         "import torch; from warpline import LLM, SamplingParams;"
         "from warpline.hardware import peak_process_bytes as peak;"
@@ -270,7 +271,7 @@ def test_what_int8_takes_of_memory() -> None:
     peak, now = map(int, done.stdout.split())
     weights, cache = 124.4e6 + 4 * 1024 * 768, 2 * 12 * 128 * 768 * 2
     assert peak < weights + cache + 300e6
-    assert now < weights + cache + 200e6
+    assert now < weights + cache + 150e6
 
 
 def test_a_dropped_executor_lets_its_threads_go() -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from warpline import hardware
 from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
@@ -71,7 +72,10 @@ def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
     ("owner/name").
     """
     with explained_memory(f"loading {model} as {dtype}"):
-        return _load(model, torch.device(device), TORCH_DTYPES[dtype])
+        weights = _load(model, torch.device(device), TORCH_DTYPES[dtype])
+    if torch.device(device).type == "cpu":
+        hardware.give_back_freed_memory()  # temporaries of a conversion: up to a hundred megabytes, for gpt2 in int8
+    return weights
 
 
 def read_config(model: str) -> ModelConfig:
