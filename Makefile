@@ -30,7 +30,8 @@ demo: $(VENV)/.core
 	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 1
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --timeout 300
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -m "not alone" -n logical --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest --timeout 300 -m alone
 
 # The patch meets transformers' internals, which move: these versions and the one of `make test`. Each has an environment
 # of its own, which takes everything else, torch above all, from .venv.

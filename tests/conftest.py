@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,11 @@ from warpline.config import ModelConfig
 from warpline.model.gpt2 import GPT2
 from warpline.model.weights import Weights, checkpoint, random_tensors
 
-os.environ["WARPLINE_CACHE_DIR"] = tempfile.mkdtemp(prefix="warpline-test-")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers share the folder of who started them
+    os.environ["WARPLINE_CACHE_DIR"] = tempfile.mkdtemp(prefix="warpline-test-")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach out
+# Who starts tests in the background has them ignore interrupts, and whatever they start as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SMALL = "random:n_layer=3,n_head=4,n_embd=64,n_positions=96"
 

@@ -66,6 +66,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.alone
 def test_import_is_silent_and_fast() -> None:
     seconds = min(float(run_python(SILENT_IMPORT)) for _ in range(3))
     assert seconds < 0.3

@@ -29,6 +29,7 @@ def shell(*arguments: str, stdin: bytes = b"", timeout: float = 120) -> subproce
     return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, timeout=timeout, check=False)
 
 
+@pytest.mark.alone
 def test_help_answers_quickly() -> None:
     times = []
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def row(method: str, us: float, **changes: Any) -> dict[str, Any]:
     )
 
 
-def asked(batch: int = 1, context: int = 66, dtype: str = "fp16") -> dict[str, float]:
+def asked(batch: int = 1, context: int = 66, dtype: str = "fp16") -> Mapping[str, float]:
     speeds.forget()
     return speeds.compared(GPU, GPT2, dtype, batch, context)
 

@@ -273,6 +273,7 @@ GPT2 = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str) -> None:
     """About 2 s on two idle cores, then nothing; the bounds leave room for busy ones."""

@@ -56,6 +56,7 @@ def test_it_is_what_was_promised() -> None:
     assert size >= cost.weight_bytes(config, "fp16")
 
 
+@pytest.mark.alone
 def test_it_loads_in_under_a_second() -> None:
     times = []
     for _ in range(3):

@@ -79,6 +79,7 @@ def test_modules_sum_to_the_step(name: str) -> None:
     assert session.phase("decode").work.naive == (name == "naive")
 
 
+@pytest.mark.alone
 def test_recorded_steps_fill_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the wall clock, around the same generation."""
     one = wish("torch", steps=37)

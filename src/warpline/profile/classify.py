@@ -4,6 +4,7 @@ guessed. Knows no torch."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -55,8 +56,9 @@ _KERNELS = (
 _HOST = re.compile(r"[a-z_]+::\w+(\.\w+)?")
 
 
+@functools.cache
 def classify(name: str) -> str:
-    """The class of a kernel or an operator."""
+    """The class of a kernel or an operator. Asked about the same few names over and over."""
     if name.startswith("warpline_"):
         return next((kind for kind, rule in _OURS.items() if re.search(rule, name)), "other")
     if _HOST.fullmatch(name):
