@@ -275,16 +275,16 @@ GPT2 = [
 
 @pytest.mark.alone
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
-def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str) -> None:
-    """About 2 s on two idle cores, then nothing; the bounds leave room for busy ones."""
+def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str, slowness: float) -> None:
+    """About 2 s on two cores, then nothing."""
     jobs = [(Variant.of(find(name), "fp16", dims, arch), arch) for name, dims in GPT2]
     start = time.perf_counter()
     compile_many(jobs)
     cold = time.perf_counter() - start
     assert all(binary.report.cached for binary in compile_many(jobs))
     warm = time.perf_counter() - start - cold
-    assert cold < 9, cold
-    assert warm < 0.6, warm
+    assert cold < 6 * slowness, cold
+    assert warm < 0.4 * slowness, warm
 
 
 #: Multiprocessors of a GPU of each generation.

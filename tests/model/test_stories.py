@@ -57,13 +57,13 @@ def test_it_is_what_was_promised() -> None:
 
 
 @pytest.mark.alone
-def test_it_loads_in_under_a_second() -> None:
+def test_it_loads_in_under_a_second(slowness: float) -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
         load("stories")
         times.append(time.perf_counter() - start)
-    assert min(times) < 1
+    assert min(times) < slowness
 
 
 @pytest.mark.parametrize("prompt", golden())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from warpline.errors import one_of
+
+if TYPE_CHECKING:
+    from warpline.kernels.spec import KernelSpec
 
 
 def listed(text: str | None) -> list[str]:
@@ -15,6 +19,13 @@ def listed(text: str | None) -> list[str]:
 def chosen(text: str | None, choices: Iterable[str], what: str) -> list[str]:
     """Parts separated by commas, each one of `choices`."""
     return [one_of(part, list(choices), what) for part in listed(text)]
+
+
+def chosen_kernels(names: list[str] | None) -> list[KernelSpec]:
+    """Those of the catalog that are named, or all."""
+    from warpline.kernels.catalog import CATALOG, find
+
+    return [find(name) for name in names] if names else list(CATALOG.values())
 
 
 def print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -8,21 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from warpline.cli.common import chosen, print_table
+from warpline.cli.common import chosen, chosen_kernels, print_table
 from warpline.config import DTYPE_BYTES
 from warpline.errors import one_of
 from warpline.hardware import ARCH_LIMITS
-from warpline.kernels.catalog import CATALOG, find
-from warpline.kernels.spec import KernelSpec
 
 app = typer.Typer(help="The CUDA kernels: list, compile, time.", no_args_is_help=False)
 
 Names = Annotated[list[str] | None, typer.Argument(help="Kernels by name; all if none is given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def _chosen(names: list[str] | None) -> list[KernelSpec]:
-    return [find(name) for name in names] if names else list(CATALOG.values())
 
 
 @app.callback(invoke_without_command=True)
@@ -38,7 +32,7 @@ def kernels(context: typer.Context, as_json: AsJson = False) -> None:
             "tunables": {name: list(values) for name, values in spec.tunables.items()},
             "source": spec.header,
         }
-        for spec in CATALOG.values()
+        for spec in chosen_kernels(None)
     ]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -63,7 +57,7 @@ def compile_(
     dtypes = chosen(dtype, list(DTYPE_BYTES), "dtype")
     jobs = {
         (Variant.of(spec, kind, dims, target), target): None
-        for spec in _chosen(names)
+        for spec in chosen_kernels(names)
         for kind in dtypes
         for dims in spec.bench_dims
         for target in archs
@@ -108,7 +102,7 @@ def bench_(
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
     """Time the kernels on this GPU, beside torch and beside the measured roof: a copy, or a large product."""
-    specs, dtypes = _chosen(names), chosen(dtype, list(DTYPE_BYTES), "dtype")
+    specs, dtypes = chosen_kernels(names), chosen(dtype, list(DTYPE_BYTES), "dtype")
     if arch is not None:
         one_of(arch, [target.replace("sm_", "compute_") for target in ARCH_LIMITS], "arch")
 

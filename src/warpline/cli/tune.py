@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import chosen, print_table
+from warpline.cli.common import chosen, chosen_kernels, print_table
 from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError
 from warpline.hardware import ARCH_LIMITS, KNOWN_GPUS, Device, known_gpu
-from warpline.kernels.catalog import CATALOG, find
 
 if TYPE_CHECKING:
     from warpline.tune.candidates import Case
@@ -38,7 +37,7 @@ def tune(
 ) -> None:
     """Find the best tunables of every kernel on this GPU. Each candidate is checked before it is timed; what is best is
     kept and picked up by itself. A sweep that was interrupted goes on where it was."""
-    specs = [find(name) for name in names] if names else list(CATALOG.values())
+    specs = chosen_kernels(names)
     dtypes = chosen(dtype, list(DTYPE_BYTES), "dtype")
     if picture is not None and not picture.parent.is_dir():
         raise ConfigError(f"cannot write {picture}: there is no folder {picture.parent}")
