@@ -29,6 +29,7 @@ help:
 demo: $(VENV)/.core
 	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 1
 
+# A worker to a core (each takes half a gigabyte) with one thread of torch's; what measures time has the machine to itself.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -m "not alone" -n logical --maxprocesses 8 --dist worksteal
 	$(BIN)/python -m pytest --timeout 300 -m alone

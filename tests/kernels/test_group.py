@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpline.engine.bind import blocks_at_once
 from warpline.hardware import ARCH_LIMITS
 from warpline.kernels import launch, tensor_map
 from warpline.kernels.catalog import CATALOG
@@ -57,7 +58,7 @@ def test_gpt2s_products_of_a_thousand_rows_run_at_once() -> None:
         for rows in range(9, 1025):
             dims = {"rows": rows, "outputs": outputs, "inputs": inputs}
             shape = spec.launch(dims, spec.default(dims, "fp16", "sm_90"), "fp16")
-            assert shape.grid <= (132 if shape.cluster <= 2 else 132 * 6 // 7)  # as `runs_at_once` has it, on an H200
+            assert shape.grid <= blocks_at_once(shape.cluster, 132)  # on an H200
             assert shape.shared_bytes <= ARCH_LIMITS["sm_90"].block_shared_bytes
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def measure_process(name: str, case: Case, device: torch.device) -> dict[str, Any]:
     """The row of a coldstart or memory case."""
     job = json.dumps({"method": name, "case": asdict(case), "device": str(device)})
-    bytecode = case.kind == "memory" or _has_bytecode()
+    bytecode = _has_bytecode() if case.kind == "coldstart" else None  # before the first start can leave some
     try:
         with tempfile.TemporaryDirectory(prefix="warpline-cold-") as cache:
             cold = _start(job, cache)

@@ -32,9 +32,13 @@ class Bound:
     numbers: Mapping[str, float]
 
 
+def blocks_at_once(cluster: int, multiprocessors: int) -> int:
+    """Blocks that run at the same time, one to an SM. Clusters of more than two leave up to a seventh of those idle."""
+    return multiprocessors if cluster <= 2 else multiprocessors * 6 // 7
+
+
 def runs_at_once(spec: KernelSpec, like: Tensor, dims: Dims) -> bool:
-    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than there are SMs. Clusters of more
-    than two leave up to a seventh of those idle."""
+    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than run at once."""
     if not like.is_cuda:
         return False
     dtype, arch = launch.DTYPES[like.dtype], launch.arch_of(like.device.index)
@@ -42,7 +46,7 @@ def runs_at_once(spec: KernelSpec, like: Tensor, dims: Dims) -> bool:
         return False
     shape = spec.launch(dims, tunables, dtype)
     room = torch.cuda.get_device_properties(like.device).multi_processor_count
-    return shape.grid <= (room if shape.cluster <= 2 else room * 6 // 7)
+    return shape.grid <= blocks_at_once(shape.cluster, room)
 
 
 @cache

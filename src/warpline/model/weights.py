@@ -71,9 +71,10 @@ def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
     "random:n_layer=2,n_head=2,n_embd=128"), a folder, a .safetensors file, a family name ("gpt2") or a hub id
     ("owner/name").
     """
+    target = torch.device(device)
     with explained_memory(f"loading {model} as {dtype}"):
-        weights = _load(model, torch.device(device), TORCH_DTYPES[dtype])
-    if torch.device(device).type == "cpu":
+        weights = _load(model, target, TORCH_DTYPES[dtype])
+    if target.type == "cpu":
         hardware.give_back_freed_memory()  # temporaries of a conversion: up to a hundred megabytes, for gpt2 in int8
     return weights
 
