@@ -15,6 +15,7 @@ from warpline.bench import methods
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import OnKernels
 from warpline.bench.methods.static_kv import StaticKVCompiled
+from warpline.engine import schedule
 from warpline.engine.kernels_exec import KernelsExecutor
 from warpline.engine.schedule import decode_step
 from warpline.errors import ConfigError
@@ -263,8 +264,9 @@ def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert not phase.kernels
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_kernels_are_placed_by_the_schedule(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "whole"), [(1, True), (64, False), (64, True)])
+def test_kernels_are_placed_by_the_schedule(batch: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "is_whole", lambda *_: whole)  # as the GPU has it that can, or cannot
     weights = load(SMALL)
     steps = decode_step(weights, batch, "likeliest")
     ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]

@@ -96,7 +96,7 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
     a residual is the next module's, but its kernel runs with the residual and is counted there."""
     if op in _BY_OP:
         return fused(0 if op == "row_statistics" else layer, *_BY_OP[op])
-    matrices = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    matrices = [module for module, _, part in (n.rpartition(".") for n in parameters) if part in ("weight", "tiles")]
     modules = [module for name in matrices for module in name.split("+")]  # forms.standard_name
     if found := [m for m in modules if m.startswith("h.")]:
         layer = int(found[0].split(".")[1]) if layer is None else layer
