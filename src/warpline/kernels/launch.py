@@ -94,7 +94,7 @@ class Module:
         run all at once; an overlapping launch may begin before the one ahead of it has ended."""
         driver = _driver()
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        sizes = (shape.grid, 1, 1, shape.block, 1, 1, shape.shared_bytes, stream)
+        sizes = (shape.grid, 1, 1, shape.block // shape.teams, shape.teams, 1, shape.shared_bytes, stream)
         at = ctypes.addressof(pointers)
         if overlapping:
             (status,) = driver.cuLaunchKernelEx(_overlapping(driver, sizes), self._function, at, 0)

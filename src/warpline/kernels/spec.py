@@ -30,6 +30,7 @@ class Launch:
     block: int
     shared_bytes: int = 0
     cluster: int = 1  # blocks that read each other's shared memory; from sm_90 on
+    teams: int = 1  # equal parts of a block: threadIdx.y says which, threadIdx.x counts within it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

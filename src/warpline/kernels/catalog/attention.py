@@ -110,7 +110,8 @@ def _flash_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
         # Of each query and other team the softmax and the output, in fragments, behind what all of them read.
         merged = (tunables["teams"] - 1) * queries * 4 * (8 + -(-dims["depth"] // 16) * 16)
         shared = max((queries + tunables["teams"] * tunables["stages"] * 2 * keys) * row, merged)
-    return Launch(grid, tunables["warps"] * tunables["teams"] * THREADS_PER_WARP, shared)
+    teams = tunables["teams"]
+    return Launch(grid, tunables["warps"] * teams * THREADS_PER_WARP, shared, teams=teams)
 
 
 def _pairs(dims: Dims) -> int:

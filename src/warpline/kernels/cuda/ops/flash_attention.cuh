@@ -4,8 +4,8 @@
 // It keeps a running maximum, a running sum and the unfinished output of each query in registers and rescales them when
 // the maximum grows (the online softmax). Half precision runs on tensor cores: the scores of a warp's 16 rows leave the
 // first product in just the registers in which the second one takes its left operand. Keys and values of the next step
-// are on their way while this one is computed. Where there are few blocks, TEAMS of warps share the keys of a step, each
-// with a softmax of its own, and are merged in order at the end.
+// are on their way while this one is computed. Where there are few blocks, TEAMS of warps take steps in turn, each with a
+// softmax and a ring of its own: no team waits for another before their results are merged, in order, at the end.
 // The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
 // length[b] positions exist; a query beyond them gets zeros, a key beyond them does not go into the cache. With window > 0 a
 // query sees that many positions, its own included, and keys that nobody in the block can see are never read. `length` is
@@ -43,62 +43,86 @@ struct AttentionSpan {
 };
 
 // Where there is a cache, the keys and values at the positions of a block's queries go into it: each is some block's. This
-// is done with a step's tile of ROWS keys, or of their values, of which `place(row, chunk)` says where they stand.
+// is done with a step's tile of ROWS keys, or of their values, of which `place(row, chunk)` says where they stand, by THREADS.
 template <int ROWS, int DEPTH, int THREADS, typename T, typename Span, typename Place>
 __device__ __forceinline__ void keep(const View<T>& cache, const T* tile, const Span& span, int step, Place place) {
     if (cache.data == nullptr || (step + 1) * ROWS <= span.first_query) return;
     constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+    constexpr int COUNT = ROWS * VECTORS, AT_ONCE = COUNT < 4 * THREADS ? ceil_div(COUNT, THREADS) : 4;
     using Pack = Vec<T, WIDTH>;
-    T* target = const_cast<T*>(cache.rows(span.sequence, span.head));
-#pragma unroll 1  // more would cost registers that everybody else needs
-    for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
-        const int row = i / VECTORS, column = i % VECTORS * WIDTH, position = step * ROWS + row;
-        if (position < span.first_query || position >= min(span.first_query + Span::COUNT, span.positions)) continue;
-        *reinterpret_cast<Pack*>(target + position * cache.row + column) =
-            *reinterpret_cast<const Pack*>(tile + place(row, column / CHUNK<T>) + column % CHUNK<T>);
+    const int first = step * ROWS, from = span.first_query - first, to = min(span.first_query + Span::COUNT, span.positions) - first;
+    T* target = const_cast<T*>(cache.rows(span.sequence, span.head)) + first * cache.row;
+#pragma unroll 1
+    for (int begin = threadIdx.x; begin < COUNT; begin += AT_ONCE * THREADS) {
+        Pack held[AT_ONCE];  // all are read before one is written: nobody tells the compiler that these do not overlap
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int n = min(begin + i * THREADS, COUNT - 1), column = n % VECTORS * WIDTH;
+            held[i] = *reinterpret_cast<const Pack*>(tile + place(n / VECTORS, column / CHUNK<T>) + column % CHUNK<T>);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int n = begin + i * THREADS, row = n / VECTORS, column = n % VECTORS * WIDTH;
+            if (n < COUNT && row >= from && row < to) *reinterpret_cast<Pack*>(target + row * cache.row + column) = held[i];
+        }
     }
 }
 
-// Half precision, on tensor cores: TEAMS of WARPS, each with KEYS of a step's keys, multiplied as `Tiles` has it.
+// A team's own barrier.
+template <int TEAM, int TEAMS>
+__device__ __forceinline__ void sync_team(int team) {
+    if constexpr (TEAMS == 1) {
+        __syncthreads();
+    } else {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM) : "memory");
+    }
+}
+
+// Half precision, on tensor cores: TEAMS of WARPS, multiplied as `Tiles` has it.
 template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
 __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
                                              View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
                                              float scale) {
-    constexpr int TEAM = WARPS * WARP, THREADS = TEAMS * TEAM, ALL_KEYS = TEAMS * KEYS, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
-    constexpr int D = Tiles::D, ROW = Tiles::ROW, STAGE = 2 * ALL_KEYS * ROW;
+    constexpr int TEAM = WARPS * WARP, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
+    constexpr int D = Tiles::D, ROW = Tiles::ROW, STAGE = 2 * KEYS * ROW;
     static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0);
-    const AttentionSpan<QUERIES, ALL_KEYS> span(length, batch, heads, queries, keys, window);
+    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
     await_previous_launch();
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % WARPS, team = threadIdx.x / TEAM;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, team = TEAMS > 1 ? threadIdx.y : 0;
     T* tile_q = Tiles::memory();
-    T* ring = tile_q + QUERIES * ROW;
+    T* ring = tile_q + QUERIES * ROW + team * (STAGES * STAGE);
 
-    typename Tiles::template Mover<QUERIES, THREADS> move_q(q.rows(span.sequence, span.head), q.row);
-    move_q.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
-    move_q.deposit(tile_q);
-    using Mover = typename Tiles::template Mover<ALL_KEYS, THREADS>;
+    constexpr int SHARE = QUERIES / TEAMS;  // of the queries, to be fetched by a team
+    const int its_query = span.first_query + team * SHARE;
+    typename Tiles::template Mover<SHARE, TEAM> move_q(q.rows(span.sequence, span.head), q.row);
+    move_q.fetch(tile_q + team * (SHARE * ROW), its_query * q.row, queries - its_query, DEPTH);
+    move_q.deposit(tile_q + team * (SHARE * ROW));
+    using Mover = typename Tiles::template Mover<KEYS, TEAM>;
     constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
-    Mover move_k(k.rows(span.sequence, span.head), k.row), move_v(v.rows(span.sequence, span.head), v.row);
-    const auto fetch = [&](int step) {
-        T* stage = ring + step % STAGES * STAGE;
-        const int first = step * ALL_KEYS;
+    Mover move_k(k.rows(span.sequence, span.head), k.row);
+    Mover move_v(v.rows(span.sequence, span.head), v.row);
+    const int first_step = span.first_step + team, turns = ceil_div(span.last_step - first_step, TEAMS);  // of this team
+    const auto fetch = [&](int turn) {
+        T* stage = ring + turn % STAGES * STAGE;
+        const int first = (first_step + turn * TEAMS) * KEYS;
         move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
-        move_v.fetch(stage + ALL_KEYS * ROW, first * v.row, span.positions - first, DEPTH);
+        move_v.fetch(stage + KEYS * ROW, first * v.row, span.positions - first, DEPTH);
     };
-    const auto deposit = [&](int step) {
-        T* stage = ring + step % STAGES * STAGE;
+    const auto deposit = [&](int turn) {
+        T* stage = ring + turn % STAGES * STAGE;
         move_k.deposit(stage);
-        move_v.deposit(stage + ALL_KEYS * ROW);
+        move_v.deposit(stage + KEYS * ROW);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-        if (span.first_step + i < span.last_step) {
-            fetch(span.first_step + i);
-            deposit(span.first_step + i);
+        if (i < turns) {
+            fetch(i);
+            deposit(i);
         }
         end_copy_group();
     }
     wait_for_copies<AHEAD - 1>();
+    Tiles::show();
     __syncthreads();
     Tiles tiles(tile_q, warp);
 
@@ -106,21 +130,20 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
     const int position0 = span.first_query + span.shift + warp * MS * 16;  // of the warp's first query
     OnlineSoftmax softmax[MS][2];
     float out[MS][D / 8][4] = {};
-    for (int step = span.first_step; step < span.last_step; ++step) {
+    for (int turn = 0; turn < turns; ++turn) {
         wait_for_copies<AHEAD - 1>();
         Tiles::show();
-        __syncthreads();
-        if (step + AHEAD < span.last_step) fetch(step + AHEAD);
+        sync_team<TEAM, TEAMS>(team);
+        if (turn + AHEAD < turns) fetch(turn + AHEAD);
         end_copy_group();
-        const T* stage = ring + step % STAGES * STAGE;
-        keep<ALL_KEYS, DEPTH, THREADS>(cache_k, stage, span, step, Tiles::place);
-        keep<ALL_KEYS, DEPTH, THREADS>(cache_v, stage + ALL_KEYS * ROW, span, step, Tiles::place);
-        const T* tile_k = stage + team * (KEYS * ROW);
-        const T* tile_v = tile_k + ALL_KEYS * ROW;
+        const int step = first_step + turn * TEAMS, first_key = step * KEYS;
+        const T* tile_k = ring + turn % STAGES * STAGE;
+        const T* tile_v = tile_k + KEYS * ROW;
+        keep<KEYS, DEPTH, TEAM>(cache_k, tile_k, span, step, Tiles::place);
+        keep<KEYS, DEPTH, TEAM>(cache_v, tile_v, span, step, Tiles::place);
 
         float score[MS][NS][4];
         tiles.score(score, tile_k);
-        const int first_key = step * ALL_KEYS + team * KEYS;
         const bool all_visible = first_key + KEYS - 1 <= position0 &&
                                  (window <= 0 || first_key > position0 + MS * 16 - 1 - window);
         if (!all_visible) {
@@ -165,12 +188,12 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
         }
 
         tiles.add_values(out, score, tile_v);
-        if (step + AHEAD < span.last_step) deposit(step + AHEAD);
+        if (turn + AHEAD < turns) deposit(turn + AHEAD);
     }
     if constexpr (TEAMS > 1) {
         // What a thread has of its team's results: for each of its rows the softmax, and its columns of the output.
         constexpr int COUNT = 2 + D / 4;
-        float* all = dynamic_shared<float>() + threadIdx.x % TEAM;
+        float* all = dynamic_shared<float>() + threadIdx.x;
         __syncthreads();  // nobody reads keys and values any more
         if (team > 0) {
 #pragma unroll

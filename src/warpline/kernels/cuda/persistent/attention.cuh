@@ -90,7 +90,7 @@ class PartAttention {
                 const Bits found = bits(2 * i);
                 q[first + i] = {};
                 if ((first + i) * 4 + lane % 4 >= VECTORS) continue;
-                if constexpr (sizeof(T) == 2) q[first + i] = {found.at[0], found.at[2], found.at[1], found.at[3]};  // see TileSums
+                if constexpr (sizeof(T) == 2) q[first + i] = {found.at[0], found.at[2], found.at[1], found.at[3]};  // see on_tensor_cores
                 else q[first + i] = found;
             }
             if (first > 0) continue;
@@ -181,8 +181,9 @@ class PartAttention {
 
    private:
     // Lane 4g + t: of the scores those of slots 2t and 2t + 1, the same for all g; of the output columns g and g + 8 of every
-    // sixteen, the same for all t, because here the values are the first operand and the weights, in every column, the
-    // second.
+    // sixteen, the same for all t, because there the values are the first operand and the weights, in every column, the
+    // second. For the scores the query is the first: pairs 0 and 1 of a lane's sixteen bytes in the upper eight rows, 2 and 3
+    // in the lower ones, so that each is looked at where it means something.
     template <int Q, int N>
     static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
                                                            float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {

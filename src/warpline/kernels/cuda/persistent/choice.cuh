@@ -29,7 +29,7 @@ class Choice : protected Layers<M> {
     // The LM head: whole units to a warp. f(output, row, sum, which of the lane's results).
     template <typename F>
     __device__ __forceinline__ void head(F f) {
-        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < 8 ? TILES : 8;
+        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < MOST_TAKEN ? TILES : MOST_TAKEN;
         const int warp = thread_index() / WARP;
         const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
         for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {

@@ -83,7 +83,7 @@ struct Layout {
     using Ring = TapeRing<WARPS, RING>;
     using TapeOf = Tape<WARPS, RING>;
     static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
-    static_assert(FITS > 8 || !HAS_ASYNC_COPIES, "too little shared memory");
+    static_assert(FITS > MOST_TAKEN || !HAS_ASYNC_COPIES, "too little shared memory");
     static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");
 
     // --- the words of a turn ---

@@ -17,52 +17,77 @@ namespace warpline {
 
 using Bits = Vec<unsigned, 4>;
 
+// What was in these registers is not kept: they may hold anything.
+template <int N>
+__device__ __forceinline__ void forget(Bits (&held)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) asm("" : "=r"(held[i].at[j]));
+    }
+}
+
 // Outputs of a tile, whatever the type.
 constexpr int TILE_OUTPUTS = 8;
+
+// The largest of what every fourth lane has.
+__device__ __forceinline__ unsigned long long most_of_fours(unsigned long long value) {
+#pragma unroll
+    for (int other = WARP / 2; other >= 4; other /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, other));
+    return value;
+}
 
 // Sums of products of tiles and up to eight rows. Lane 4g + t has of output g (of the tile) the inputs from t * WIDTH on.
 // `results` names the sums that a lane ends with: f(which, output, row).
 //
-// On tensor cores the rows are a and the tile is b. Of a's sixteen rows only eight can be anybody's, and a lane's sixteen
-// bytes of a row fill both: pairs of inputs 0 and 2 in its own row, 1 and 3 eight rows below. So the tape has a lane's
-// pairs in the order 0, 2, 1, 3, the first two are multiplied with all of a and the last two as well, and each product
-// is looked at in the rows where it means something. Nothing is moved between registers.
+// On tensor cores the tile is a and the rows are b. a has sixteen rows and a tile eight outputs, so a lane's sixteen bytes
+// fill two of them: pairs of inputs 0 and 1 in its own row, 2 and 3 eight rows below, for which the tape has them in the
+// order 0, 2, 1, 3. b has eight columns, two for each of four rows: what pairs 0 and 1 are multiplied with, and what pairs
+// 2 and 3 are. Of the products a lane looks at the two that mean something, and nothing is moved between registers.
 template <typename T, int ROWS>
 struct TileSums {
-    static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = 2;
-    using Rows = Bits;
-    float upper[4] = {}, lower[4] = {};
+    static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4);
+    struct Rows {
+        Vec<unsigned, 2> of[RESULTS];
+    };
+    float sum[RESULTS][4] = {};
 
     // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
     // and nobody reads what they make of it.
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
-        const int lane = thread % WARP, row = lane / 4;
-        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH;
+        const int lane = thread % WARP, column = lane / 4, row = column / 2;
+        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH + column % 2 * (WIDTH / 2);
     }
-    static __device__ __forceinline__ Rows load(const T* x, int) { return *reinterpret_cast<const Bits*>(x); }
+    static __device__ __forceinline__ Rows load(const T* x, int pitch) {
+        Rows rows;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) rows.of[i] = *reinterpret_cast<const Vec<unsigned, 2>*>(x + 4 * i * pitch);
+        return rows;
+    }
     __device__ __forceinline__ void add(const Bits& tile, const Rows& rows) {
-        multiply_add<T>(upper, rows.at, tile.at[0], tile.at[1]);
-        multiply_add<T>(lower, rows.at, tile.at[2], tile.at[3]);
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) multiply_add<T>(sum[i], tile.at, rows.of[i].at[0], rows.of[i].at[1]);
     }
     __device__ __forceinline__ void finish(float (&result)[RESULTS]) {
-        result[0] = upper[0] + lower[2];
-        result[1] = upper[1] + lower[3];
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) result[i] = sum[i][0] + sum[i][3];
     }
     template <typename F>
     static __device__ __forceinline__ void results(int thread, F f) {
-        const int row = thread % WARP / 4, output = thread % 4 * 2;
+        const int row = thread % 4;
         if (row >= ROWS) return;
-        f(0, output, row);
-        f(1, output + 1, row);
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) f(i, thread % WARP / 4, row + 4 * i);
     }
     // The largest of the warp's results, for each row: f(row, largest), by one lane.
     template <typename F>
     static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
-        unsigned long long largest = max(result[0], result[1]);
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        const int lane = thread_index() % WARP;
-        if (lane % 4 == 0 && lane / 4 < ROWS) f(lane / 4, largest);
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) {
+            const unsigned long long largest = most_of_fours(result[i]);
+            const int row = thread_index() % WARP + 4 * i;
+            if (row < 4 * i + 4 && row < ROWS) f(row, largest);
+        }
     }
 };
 
@@ -105,9 +130,7 @@ struct TileSums<float, ROWS> {
     static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            unsigned long long largest = result[row];
-#pragma unroll
-            for (int other = WARP / 2; other >= 4; other /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+            const unsigned long long largest = most_of_fours(result[row]);
             if (thread_index() % WARP == 0) f(row, largest);
         }
     }
@@ -181,11 +204,7 @@ class Tape {
     template <int N>
     __device__ __forceinline__ void take(Bits (&held)[N], int count) {
         static_assert(N < RING || !HAS_ASYNC_COPIES);
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) asm("" : "=r"(held[i].at[j]));  // what was there before is not kept for it
-        }
+        forget(held);
         count = min(count, N);
         const int thread = thread_index(), lane = thread % WARP;
         // Each lane waits for, and later gives back, the slot of one step.
@@ -251,6 +270,9 @@ __device__ __forceinline__ float sum_of(const float* from) {
     return sum.at[0];
 }
 
+// Steps that are taken from the tape at once.
+constexpr int MOST_TAKEN = 8;
+
 // One stage's product: y = W x for the outputs that this block owns. Of x every warp has SLAB neighbouring columns, which it
 // alone multiplies; the warps' sums meet in `partial`. `begin` may be called before x is there.
 template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS>
@@ -258,17 +280,23 @@ class Product {
     using Sums = TileSums<T, ROWS>;
     static constexpr int TILES = ceil_div(INPUTS, Sums::INPUTS);
     static constexpr int STEPS = ceil_div(TILES, WARPS);  // to a unit of TILE_OUTPUTS outputs
-    static constexpr int MOST = MOST_UNITS * STEPS, HELD = MOST < 8 ? MOST : 8;
-    Bits held[HELD];
-    int steps;
+    // A stage comes in rounds: some units, or one of an even number of parts of a unit. Where there are few rows, which leave
+    // registers free, there are two sets of these, so that one round is on its way while another is multiplied, or all of a stage
+    // is there before its rows are. Where it is more than that, rounds of five are better than of ten (gpt2-xl: 957 µs, not 1,039).
+    static constexpr int ALL = STEPS * MOST_UNITS, SETS = ALL > MOST_TAKEN && ROWS * sizeof(T) <= 4 ? 2 : 1;
+    static constexpr int MOST = SETS == 2 && ALL > 2 * MOST_TAKEN ? 5 : MOST_TAKEN;
+    static constexpr int PARTS = STEPS > MOST ? 2 * ceil_div(STEPS, 2 * MOST) : 1, PART = ceil_div(STEPS, PARTS);
+    static constexpr int UNITS = PARTS > 1 ? 1 : MOST / PART < MOST_UNITS ? MOST / PART : MOST_UNITS;
+    static constexpr int ROUNDS = ceil_div(MOST_UNITS, UNITS) * PARTS, TOGETHER = PARTS > 1 ? PARTS : SETS;
+    Bits held[SETS][UNITS * PART];
+    int units;
 
    public:
     static constexpr int SLAB = STEPS * Sums::INPUTS;
 
    private:
-
     // Sums go to partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
-    __device__ __forceinline__ static void leave(Sums& sums, int unit, float* partial, int thread) {
+    static __device__ __forceinline__ void leave(Sums& sums, int unit, float* partial, int thread) {
         float result[Sums::RESULTS];
         sums.finish(result);
         Sums::results(thread, [&](int i, int output, int row) {
@@ -276,11 +304,20 @@ class Product {
         });
     }
 
+    // Steps of round `i` behind those of whole units that are done, if there are units left.
+    template <typename Tape>
+    __device__ __forceinline__ void take(Tape& tape, int done, int i) {
+        const int unit = done + i / PARTS * UNITS;
+        forget(held[i % SETS]);
+        if (ROUNDS == 1 || unit < units) tape.take(held[i % SETS], PARTS > 1 ? max(0, min(PART, STEPS - i % PARTS * PART)) : (units - unit) * STEPS);
+    }
+
    public:
     template <typename Tape>
-    __device__ __forceinline__ void begin(Tape& tape, int units) {
-        steps = units * STEPS;
-        tape.take(held, steps);
+    __device__ __forceinline__ void begin(Tape& tape, int count) {
+        units = count;
+#pragma unroll
+        for (int i = 0; i < SETS; ++i) take(tape, 0, i);
     }
 
     // `also` is done before the warps meet.
@@ -288,31 +325,30 @@ class Product {
     __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial, Also also) {
         const int thread = thread_index();
         x = Sums::lane_of(thread, x, pitch) + thread / WARP * SLAB;
-        constexpr int STRIDE = Sums::INPUTS, KEPT = ROWS * STEPS <= 4 ? STEPS : 0;
-        typename Sums::Rows kept[KEPT > 0 ? KEPT : 1];  // what several units are multiplied with, where it is little
+        constexpr int STRIDE = Sums::INPUTS;
+        constexpr bool KEEPS = PARTS == 1 && sizeof(typename Sums::Rows) * STEPS <= 64;  // what several units are multiplied with
+        typename Sums::Rows kept[KEEPS ? STEPS : 1];
+        if constexpr (KEEPS) {
 #pragma unroll
-        for (int i = 0; i < KEPT; ++i) kept[i] = Sums::load(x + i * STRIDE, pitch);
-        Sums sums;
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {  // units that there are not come out as anything
-            sums.add(held[i], KEPT > 0 ? kept[KEPT > 0 ? i % STEPS : 0] : Sums::load(x + i % STEPS * STRIDE, pitch));
-            if (i % STEPS == STEPS - 1) {
-                leave(sums, i / STEPS, partial, thread);
-                sums = {};
-            }
+            for (int i = 0; i < STEPS; ++i) kept[i] = Sums::load(x + i * STRIDE, pitch);
         }
-        if constexpr (MOST > HELD) {
-            for (int first = HELD; first < steps; first += HELD) {
-                tape.take(held, steps - first);
+        Sums sums;
+        constexpr bool LOOPS = ROUNDS > TOGETHER;
+#pragma unroll 1
+        for (int done = 0; done < (LOOPS ? units : 1); done += TOGETHER / PARTS * UNITS) {
 #pragma unroll
-                for (int i = 0; i < HELD; ++i) {
-                    const int within = (first + i) % STEPS;
-                    sums.add(held[i], Sums::load(x + within * STRIDE, pitch));
-                    if (within == STEPS - 1 && first + i < steps) {
-                        leave(sums, (first + i) / STEPS, partial, thread);
-                        sums = {};
-                    }
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int first = done + i / PARTS * UNITS, part = i % PARTS;
+#pragma unroll
+                for (int j = 0; j < UNITS * PART; ++j) {  // units that there are not come out as anything
+                    const int step = part * PART + j % PART;
+                    if (step >= STEPS) continue;
+                    sums.add(held[i % SETS][j], KEEPS ? kept[KEEPS ? step : 0] : Sums::load(x + step * STRIDE, pitch));
+                    if (step < STEPS - 1) continue;
+                    if (first + j / PART < (LOOPS ? units : MOST_UNITS)) leave(sums, first + j / PART, partial, thread);
+                    sums = {};
                 }
+                if constexpr (ROUNDS > SETS) take(tape, done, i + SETS);
             }
         }
         also();
