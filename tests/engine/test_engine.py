@@ -17,7 +17,9 @@ from tests.model.test_gpt2 import hf_model
 from warpline import LLM, Completion, SamplingParams, hardware
 from warpline.config import ModelConfig
 from warpline.engine import engine
+from warpline.engine.executor import Executor
 from warpline.engine.sequence import total
+from warpline.engine.state import State
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.weights import Weights, load
 
@@ -219,6 +221,7 @@ def test_end_of_text_and_min_tokens(save_folder: Callable[[Weights], Path]) -> N
     (later,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30, min_tokens=4))
     assert len(later.token_ids) == 5
     assert later.token_ids[-1] == 50256
+    assert later.timings.decode_steps == 4  # what comes behind the end is no step
     (never,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     assert never.finish_reason == "length"
     assert len(never.token_ids) == 30
@@ -379,6 +382,61 @@ def test_timings(llm: LLM) -> None:
     assert bandwidth > 0
     (single,) = llm.generate("Hello", SamplingParams(max_tokens=1))
     assert single.timings.gb_per_second is None
+
+
+class _Unseen(Executor):
+    """As on a GPU where nothing runs: only how many steps it would take."""
+
+    chunk = 5
+
+    def __init__(self, device: str, stops: bool):
+        super().__init__(load(SMALL), torch.device(device), "fp32")
+        self._stops = stops
+
+    def stops_by_itself(self, state: State) -> bool:
+        return self._stops
+
+    def _prefill(self, state: State) -> None:
+        pytest.fail("nothing is computed here")
+
+    def _decode(self, state: State, n: int) -> None:
+        pytest.fail("nothing is computed here")
+
+
+@pytest.mark.parametrize(
+    ("device", "stops", "may_end", "steps"),
+    [("cuda", True, True, 70), ("cuda", False, False, 70), ("cuda", False, True, 5), ("cpu", True, False, 5)],
+)
+def test_steps_where_nobody_reads_along(device: str, stops: bool, may_end: bool, steps: int) -> None:
+    """All at once, unless steps could be wasted or somebody who wants to interrupt would wait for long."""
+    llm = LLM(SMALL)
+    state = llm.executor.allocate(1, 80)
+    executor = _Unseen(device, stops)
+    assert executor.at_once(state, 70, may_end=may_end) == steps
+    assert executor.at_once(state, 3, may_end=may_end) == 3
+
+
+def test_generate_looks_only_when_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for a text that nobody follows; stop texts and streams are looked for in chunks."""
+    llm = LLM(SMALL)
+    asked: list[int] = []
+    decode = llm.executor.decode
+
+    def watched(state: State, n: int) -> None:
+        asked.append(n)
+        decode(state, n)
+
+    monkeypatch.setattr(llm.executor, "decode", watched)
+    monkeypatch.setattr(llm.executor, "at_once", lambda _, left, may_end: left)
+    assert llm.generate("Hello", replace(GREEDY, max_tokens=30))[0].timings.decode_steps == 29
+    assert asked == [29]
+    asked.clear()
+    llm.generate("Hello", replace(GREEDY, max_tokens=30, stop=["never said"]))
+    assert asked[0] == min(4, llm.executor.chunk)
+    assert sum(asked) == 29
+    asked.clear()
+    list(llm.stream("Hello", replace(GREEDY, max_tokens=30)))
+    assert len(asked) > 1
 
 
 def test_timings_of_several_turns_add_up() -> None:

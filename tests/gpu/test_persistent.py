@@ -212,3 +212,22 @@ def test_what_it_cannot_run_it_refuses() -> None:
     odd = load("random:n_layer=1,n_head=2,n_embd=24,n_positions=16,vocab_size=50", device="cuda")
     with pytest.raises(ConfigError, match="multiples of 16"):
         PersistentExecutor(odd, GPU, "fp32")
+
+
+def test_a_text_that_nobody_follows_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it may end early or not; a stream of it says the same, in several."""
+    llm = LLM("stories", device="cuda", executor="persistent")
+    launched: list[int] = []
+    decode = llm.executor.decode
+
+    def watched(state: State, n: int) -> None:
+        launched.append(n)
+        decode(state, n)
+
+    monkeypatch.setattr(llm.executor, "decode", watched)
+    params = Params(temperature=0, max_tokens=400)
+    (whole,) = llm.generate("Once upon a time", params)
+    assert len(launched) == 1
+    assert whole.timings.decode_steps == len(whole.token_ids) - 1
+    assert "".join(llm.stream("Once upon a time", params)) == whole.text
+    assert len(launched) > 4

@@ -113,7 +113,7 @@ class LLM:
         results: list[Completion] = []
         for first in range(0, len(rows), self.max_batch):
             batch = Batch(self, rows[first : first + self.max_batch])
-            for _ in batch.run():
+            for _ in batch.run(followed=False):
                 pass
             results += batch.completions()
         return results
@@ -168,10 +168,13 @@ class Batch:
         self.prefill_seconds = self.decode_seconds = 0.0
         self.decode_steps = 0
 
-    def run(self) -> Generator[None, None, None]:
-        """Generate; control returns after every chunk, when the rows have taken in their new tokens."""
-        executor = self.llm.executor
+    def run(self, *, followed: bool = True) -> Generator[None, None, None]:
+        """Generate; control returns after every chunk, when the rows have taken in their new tokens. Chunks are small
+        at first, so that text is seen early, unless nobody reads along; then there may be only one."""
+        executor, eos = self.llm.executor, self.llm.config.eos_token_id
         requests = [row.request for row in self.rows]
+        followed |= any(request.params.stop for request in requests)  # stop texts are the host's to find
+        may_end = eos is not None and not all(request.params.ignore_eos for request in requests)
         state = self.llm._borrow(len(requests), max(request.limit for request in requests))
         try:
             with _explained(f"generating {len(requests)} sequences"):
@@ -181,14 +184,17 @@ class Batch:
                 self._take(state)
                 self.prefill_seconds = time.perf_counter() - start
                 yield
-                size = FIRST_CHUNK  # small at first, so that text is seen early, then as large as the executor likes
+                size = FIRST_CHUNK
                 while left := [row.request.limit - row.length for row in self.rows if row.finish_reason is None]:
-                    start = time.perf_counter()
-                    steps = min(size, executor.chunk, max(left))
-                    size = min(2 * size, executor.chunk)
+                    start, before = time.perf_counter(), [row.length for row in self.rows]
+                    if followed:
+                        steps = min(size, executor.chunk, max(left))
+                        size = min(2 * size, executor.chunk)
+                    else:
+                        steps = executor.at_once(state, max(left), may_end=may_end)
                     executor.decode(state, steps)
                     self._take(state)
-                    self.decode_steps += steps
+                    self.decode_steps += max(row.length - then for row, then in zip(self.rows, before, strict=True))
                     self.decode_seconds += time.perf_counter() - start
                     yield
         finally:

@@ -68,12 +68,12 @@ class Runner:
         executor.prefill(state)
         left = max(request.limit - len(request.prompt) for request in requests) - 1
         ends = self.taken.weights.config.eos_token_id is not None and not all(r.params.ignore_eos for r in requests)
-        size = executor.chunk if ends and not executor.stops_by_itself(state) else max(left, 1)
+        size = executor.at_once(state, left, may_end=ends)
         if left:
-            executor.decode(state, min(size, left))
+            executor.decode(state, size)
         if not still():
             return None
-        for gone in range(size, left, size):
+        for gone in range(size, left, max(size, 1)):
             if bool(state.done[: state.batch].all()):
                 break
             executor.decode(state, min(size, left - gone))
