@@ -17,9 +17,6 @@ from tests.model.test_gpt2 import hf_model
 from warpline import LLM, Completion, SamplingParams, hardware
 from warpline.config import ModelConfig
 from warpline.engine import engine
-from warpline.engine.executor import Executor
-from warpline.engine.sequence import total
-from warpline.engine.state import State
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.weights import Weights, load
 
@@ -371,79 +368,3 @@ def test_bf16_on_a_gpu_that_lacks_it_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"Tesla T4 \(sm_75\) cannot compute in bf16.*use fp16 or fp32"):
         engine._dtype("bf16", turing, None)
     assert engine._dtype("auto", turing, None) == "fp16"
-
-
-def test_timings(llm: LLM) -> None:
-    (completion,) = llm.generate("Hello", SamplingParams(max_tokens=5, ignore_eos=True))
-    assert completion.timings.decode_steps == 4
-    assert completion.timings.seconds > completion.timings.prefill_seconds > 0
-    bandwidth = completion.timings.gb_per_second
-    assert bandwidth is not None
-    assert bandwidth > 0
-    (single,) = llm.generate("Hello", SamplingParams(max_tokens=1))
-    assert single.timings.gb_per_second is None
-
-
-class _Unseen(Executor):
-    """As on a GPU where nothing runs: only how many steps it would take."""
-
-    chunk = 5
-
-    def __init__(self, device: str, stops: bool):
-        super().__init__(load(SMALL), torch.device(device), "fp32")
-        self._stops = stops
-
-    def stops_by_itself(self, state: State) -> bool:
-        return self._stops
-
-    def _prefill(self, state: State) -> None:
-        pytest.fail("nothing is computed here")
-
-    def _decode(self, state: State, n: int) -> None:
-        pytest.fail("nothing is computed here")
-
-
-@pytest.mark.parametrize(
-    ("device", "stops", "may_end", "steps"),
-    [("cuda", True, True, 70), ("cuda", False, False, 70), ("cuda", False, True, 5), ("cpu", True, False, 5)],
-)
-def test_steps_where_nobody_reads_along(device: str, stops: bool, may_end: bool, steps: int) -> None:
-    """All at once, unless steps could be wasted or somebody who wants to interrupt would wait for long."""
-    llm = LLM(SMALL)
-    state = llm.executor.allocate(1, 80)
-    executor = _Unseen(device, stops)
-    assert executor.at_once(state, 70, may_end=may_end) == steps
-    assert executor.at_once(state, 3, may_end=may_end) == 3
-
-
-def test_generate_looks_only_when_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch for a text that nobody follows; stop texts and streams are looked for in chunks."""
-    llm = LLM(SMALL)
-    asked: list[int] = []
-    decode = llm.executor.decode
-
-    def watched(state: State, n: int) -> None:
-        asked.append(n)
-        decode(state, n)
-
-    monkeypatch.setattr(llm.executor, "decode", watched)
-    monkeypatch.setattr(llm.executor, "at_once", lambda _, left, may_end: left)
-    assert llm.generate("Hello", replace(GREEDY, max_tokens=30))[0].timings.decode_steps == 29
-    assert asked == [29]
-    asked.clear()
-    llm.generate("Hello", replace(GREEDY, max_tokens=30, stop=["never said"]))
-    assert asked[0] == min(4, llm.executor.chunk)
-    assert sum(asked) == 29
-    asked.clear()
-    list(llm.stream("Hello", replace(GREEDY, max_tokens=30)))
-    assert len(asked) > 1
-
-
-def test_timings_of_several_turns_add_up() -> None:
-    turns = LLM(SMALL, max_batch=2)
-    completions = turns.generate(random_prompts(5, 4), SamplingParams(max_tokens=6, ignore_eos=True))
-    whole = total(completions)
-    assert whole.decode_steps == 3 * 5
-    parts = [completions[i].timings for i in (0, 2, 4)]
-    assert whole.seconds == pytest.approx(sum(part.seconds for part in parts))
-    assert whole.decode_bytes == sum(part.decode_bytes for part in parts)
