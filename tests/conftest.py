@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from warpline.config import ModelConfig
+from warpline.engine.executor import Executor
+from warpline.engine.state import State
 from warpline.model.gpt2 import GPT2
 from warpline.model.weights import Weights, checkpoint, random_tensors
 
@@ -37,6 +39,19 @@ def make_model(weights: Weights, *, naive: bool = False) -> GPT2:
     model = GPT2(weights.config, naive=naive)
     model.load_state_dict(weights.tensors)
     return model.requires_grad_(False).eval()
+
+
+def watch_steps(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every call of `decode` from now on, how many steps it takes."""
+    asked: list[int] = []
+    decode = executor.decode
+
+    def watched(state: State, n: int) -> None:
+        asked.append(n)
+        decode(state, n)
+
+    monkeypatch.setattr(executor, "decode", watched)
+    return asked
 
 
 @pytest.fixture

@@ -19,6 +19,12 @@ DRAWN = "reference"
 SHOWN, BASELINE = ("nvidia-h200", "random:gpt2", "fp16"), next(iter(METHODS))
 
 
+def recorded() -> dict[str, list[report.Row]]:
+    """All rows of every machine, by its folder, GPUs before the CPU."""
+    paths = sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True)
+    return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
+
+
 def machines() -> dict[str, list[report.Row]]:
     """The newest rows of every machine, by its folder."""
     order = list(WORKLOADS)
@@ -27,19 +33,17 @@ def machines() -> dict[str, list[report.Row]]:
         return row["model"], row["dtype"], order.index(row["workload"]), row["batch"], row["prompt"], row["new"]
 
     found = {}
-    for path in sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True):  # GPUs before the CPU
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        shown = [
-            row for row in rows if (path.parent.name, row["model"], row["dtype"], row["workload"]) == (*SHOWN, DRAWN)
-        ]
+    for name, rows in recorded().items():
+        shown = [row for row in rows if (name, row["model"], row["dtype"], row["workload"]) == (*SHOWN, DRAWN)]
         others = [row for row in rows if row not in shown]
-        found[path.parent.name] = sorted([*report.newest(shown, BASELINE), *report.newest(others)], key=place)
+        found[name] = sorted([*report.newest(shown, BASELINE), *report.newest(others)], key=place)
     return found
 
 
 def shipped() -> dict[Path, str]:
-    """The files of the package by which `auto` chooses an executor."""
-    found = speeds.of_rows(row for rows in machines().values() for row in rows)
+    """The files of the package by which `auto` chooses an executor: of each the last that was measured, so that a run
+    without the others does not make them unknown."""
+    found = speeds.of_rows(row for rows in recorded().values() for row in rows)
     return {speeds.shipped_file(gpu): speeds.text(of_gpu) for gpu, of_gpu in found.items()}
 
 

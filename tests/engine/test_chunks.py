@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import SMALL
+from tests.conftest import SMALL, watch_steps
 from tests.engine.test_engine import GREEDY, random_prompts
 from warpline import LLM, SamplingParams
+from warpline.engine.engine import FIRST_CHUNK
 from warpline.engine.executor import Executor
 from warpline.engine.sequence import total
-from warpline.engine.state import State
+from warpline.engine.state import Request, State
 from warpline.model.weights import load
 
 
@@ -43,28 +44,22 @@ def test_steps_where_nobody_reads_along(device: str, stops: bool, may_end: bool,
     """All at once, unless steps could be wasted or somebody who wants to interrupt would wait for long."""
     llm = LLM(SMALL)
     state = llm.executor.allocate(1, 80)
+    state.begin([Request([1], SamplingParams(ignore_eos=not may_end), 0, 0, 80)])
     executor = _Unseen(device, stops)
-    assert executor.at_once(state, 70, may_end=may_end) == steps
-    assert executor.at_once(state, 3, may_end=may_end) == 3
+    assert executor.at_once(state, 70) == steps
+    assert executor.at_once(state, 3) == 3
 
 
 def test_generate_looks_only_when_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch for a text that nobody follows; stop texts and streams are looked for in chunks."""
     llm = LLM(SMALL)
-    asked: list[int] = []
-    decode = llm.executor.decode
-
-    def watched(state: State, n: int) -> None:
-        asked.append(n)
-        decode(state, n)
-
-    monkeypatch.setattr(llm.executor, "decode", watched)
-    monkeypatch.setattr(llm.executor, "at_once", lambda _, left, may_end: left)
+    asked = watch_steps(llm.executor, monkeypatch)
+    monkeypatch.setattr(llm.executor, "at_once", lambda _, left: left)
     assert llm.generate("Hello", replace(GREEDY, max_tokens=30))[0].timings.decode_steps == 29
     assert asked == [29]
     asked.clear()
     llm.generate("Hello", replace(GREEDY, max_tokens=30, stop=["never said"]))
-    assert asked[0] == min(4, llm.executor.chunk)
+    assert asked[0] == min(FIRST_CHUNK, llm.executor.chunk)
     assert sum(asked) == 29
     asked.clear()
     list(llm.stream("Hello", replace(GREEDY, max_tokens=30)))

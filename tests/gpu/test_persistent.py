@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import SMALL
+from tests.conftest import SMALL, watch_steps
 from warpline import LLM
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
@@ -217,14 +217,7 @@ def test_what_it_cannot_run_it_refuses() -> None:
 def test_a_text_that_nobody_follows_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it may end early or not; a stream of it says the same, in several."""
     llm = LLM("stories", device="cuda", executor="persistent")
-    launched: list[int] = []
-    decode = llm.executor.decode
-
-    def watched(state: State, n: int) -> None:
-        launched.append(n)
-        decode(state, n)
-
-    monkeypatch.setattr(llm.executor, "decode", watched)
+    launched = watch_steps(llm.executor, monkeypatch)
     params = Params(temperature=0, max_tokens=400)
     (whole,) = llm.generate("Once upon a time", params)
     assert len(launched) == 1

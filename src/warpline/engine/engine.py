@@ -171,10 +171,9 @@ class Batch:
     def run(self, *, followed: bool = True) -> Generator[None, None, None]:
         """Generate; control returns after every chunk, when the rows have taken in their new tokens. Chunks are small
         at first, so that text is seen early, unless nobody reads along; then there may be only one."""
-        executor, eos = self.llm.executor, self.llm.config.eos_token_id
+        executor = self.llm.executor
         requests = [row.request for row in self.rows]
         followed |= any(request.params.stop for request in requests)  # stop texts are the host's to find
-        may_end = eos is not None and not all(request.params.ignore_eos for request in requests)
         state = self.llm._borrow(len(requests), max(request.limit for request in requests))
         try:
             with _explained(f"generating {len(requests)} sequences"):
@@ -191,7 +190,7 @@ class Batch:
                         steps = min(size, executor.chunk, max(left))
                         size = min(2 * size, executor.chunk)
                     else:
-                        steps = executor.at_once(state, max(left), may_end=may_end)
+                        steps = executor.at_once(state, max(left))
                     executor.decode(state, steps)
                     self._take(state)
                     self.decode_steps += max(row.length - then for row, then in zip(self.rows, before, strict=True))

@@ -73,10 +73,10 @@ class Executor(ABC):
         """Whether decoding ends when every row has ended, so that no step is wasted if the host does not look."""
         return False
 
-    def at_once(self, state: State, left: int, *, may_end: bool) -> int:
+    def at_once(self, state: State, left: int) -> int:
         """Steps to take before the host looks again, where nobody reads along: a chunk, or all that are left, on a GPU
         and if none can be wasted, because no row may end before its limit or decoding ends with the rows."""
-        wasteful = may_end and not self.stops_by_itself(state)
+        wasteful = state.may_end and not self.stops_by_itself(state)
         return min(self.chunk, left) if wasteful or self.device.type != "cuda" else left
 
     def check(self) -> None:  # noqa: B027 - most have nothing to check

@@ -168,6 +168,7 @@ class State:
         self.batch = 0
         self.longest = 0  # no row is longer; known on the host without asking the device
         self.needs = Needs(False, False, False, 0, False, None)
+        self.may_end = False  # whether a row may be done before its limit
         #: Sets every field to what it begins with: nothing of the last batch counts any more. Whoever runs prompts does
         #: this first. It may be part of a graph, and knows tensors, not the state: who keeps it does not keep that.
         self.restart: Callable[[], object] = partial(self._current.copy_, self._packed.there[: self._initial_end])
@@ -229,6 +230,7 @@ class State:
             column[batch:] = unused
         params = (first.params,) if alike else tuple({id(r.params): r.params for r in requests}.values())
         self.needs = _needs(params, vocab)
+        self.may_end = self.config.eos_token_id is not None and not all(p.ignore_eos for p in params)
 
     def _copy(self, prompts: list[Any], lengths: list[int], there: list[int]) -> None:
         """Those that are on the device, all at once where they are of one length."""

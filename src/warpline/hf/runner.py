@@ -67,13 +67,12 @@ class Runner:
         shortest = min(len(request.prompt) for request in requests)
         executor.prefill(state)
         left = max(request.limit - len(request.prompt) for request in requests) - 1
-        ends = self.taken.weights.config.eos_token_id is not None and not all(r.params.ignore_eos for r in requests)
-        size = executor.at_once(state, left, may_end=ends)
+        size = executor.at_once(state, max(left, 1))
         if left:
             executor.decode(state, size)
         if not still():
             return None
-        for gone in range(size, left, max(size, 1)):
+        for gone in range(size, left, size):
             if bool(state.done[: state.batch].all()):
                 break
             executor.decode(state, min(size, left - gone))
