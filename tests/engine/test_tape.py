@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from warpline.engine.persistent_exec import PersistentExecutor
 from warpline.engine.state import State
 from warpline.engine.tape import record
-from warpline.kernels.persistent import STAGES, UNIT, Arguments, Extents, Plan, plan
+from warpline.kernels.persistent import PAUSES, STAGES, UNIT, Arguments, Extents, Plan, plan
 from warpline.model.weights import load
 
 NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"}
@@ -84,6 +85,21 @@ def test_plans_are_whole_and_even(heads: int, depth: int, blocks: int, layers: i
     assert made.tape == [sum(made.steps[:block]) for block in range(blocks)]
     if blocks <= sum(extents.units(stage) for stage in STAGES[:-1]):
         assert min(loads) > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_blocks_ask_later_where_layers_are_larger(dtype: str) -> None:
+    def pauses(width: int) -> dict[str, int]:
+        return plan(Extents(dtype, width, 4 * width, width // 64, 2, 203, 1, 132, "sm_90")).pauses()
+
+    least, *_ = PAUSES.values()
+    assert pauses(64) == pauses(256) == least  # what was measured with the smallest is not extended below
+    models = [pauses(width) for width in (256, 768, 1024, 1280, 1600)]
+    for smaller, larger in pairwise(models):
+        assert all(0 < least[what] <= smaller[what] <= larger[what] for what in least)
+    if dtype == "fp16":  # the models that were measured, to within what does not matter
+        for width, measured in zip((768, 1600), PAUSES.values(), strict=True):
+            assert pauses(width) == pytest.approx(measured, abs=10)
 
 
 def test_layernorm_behind_a_product_is_layernorm_before_it() -> None:

@@ -28,9 +28,13 @@ TILE_BYTES = 16 * THREADS_PER_WARP
 STAGES = ("qkv", "out", "fc", "proj", "head")
 #: Exchanges that filters may take to choose a token, at most; nearly always there are three.
 CHOICE_TURNS = 64
-#: Cycles into a stage before a block asks for what others post: measured on an H200, where 150 more or less of one
-#: hardly matter, but none at all cost 7 % of a token.
-PAUSES = {"ROWS": 350, "HEADS": 950, "MIDDLE": 300, "HIDDEN": 800}
+#: Cycles into a stage before a block asks for what others post, where a layer has so many kilobytes for each block:
+#: measured on an H200 with gpt2 and gpt2-xl. Other models are on the line through both, none below gpt2. 150 more or
+#: less hardly matter, but none at all cost gpt2 7 % of a token, and gpt2's cost gpt2-xl 2.5 %.
+PAUSES = {
+    107: {"ROWS": 350, "HEADS": 950, "MIDDLE": 300, "HIDDEN": 800},
+    465: {"ROWS": 2500, "HEADS": 3500, "MIDDLE": 1200, "HIDDEN": 1600},
+}
 #: Moments that a launch can stamp, per layer and per token.
 LAYER_STAMPS = (
     "ln_1: rows gathered",
@@ -185,6 +189,14 @@ class Plan:
         """Steps of one layer of a block's tape."""
         return sum(self.block_steps(stage, block) for stage in STAGES[:-1])
 
+    def pauses(self) -> dict[str, int]:
+        """How long blocks wait before they ask, from `PAUSES`."""
+        blocks = range(self.extents.blocks)
+        layer = sum(map(self.layer_steps, blocks)) / len(blocks) * self.warps * TILE_BYTES / 1000
+        (small, short), (large, long) = PAUSES.items()
+        share = max(0.0, (layer - small) / (large - small))
+        return {what: round(cycles + share * (long[what] - cycles)) for what, cycles in short.items()}
+
     def rows(self) -> list[list[int]]:
         """As `BlockPlan` of persistent/layout.cuh has it."""
         return [
@@ -282,7 +294,7 @@ class DecodeProgram:
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
             "CHOICE_TURNS": CHOICE_TURNS,
-            **{f"PAUSE_{what}": cycles for what, cycles in PAUSES.items()},
+            **{f"PAUSE_{what}": cycles for what, cycles in made.pauses().items()},
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }
         return "\n".join(

@@ -254,8 +254,8 @@ class Choice : protected Layers<M> {
             auto asked = gather<ceil_div(M::BLOCKS * PER_BLOCK, THREADS), 8>([&](int i) {
                 return digits + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * PER_BLOCK + thread % PER_BLOCK);
             });
-        asked.ask();
-        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            asked.ask();
+            asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
                 if (thread + i * THREADS >= M::BLOCKS * PER_BLOCK) return;
                 sum[0] += pair.payload(0);
                 sum[1] += pair.payload(1);

@@ -5,9 +5,10 @@
 // (sm_90) one thread of an extra warp does nothing but copy, at its own pace. With cp.async (sm_80) each lane copies its
 // own 16 bytes and is the only one to read them back, so it waits for nobody. Without (Turing) a lane loads its bytes into
 // registers when it takes them, which is before it waits for what they are multiplied with.
-// Tried and lost: every lane's own copies on sm_90 too, which keep addresses in registers that the stages need; pauses
-// between the copies, so that they do not come in bursts, which changed nothing; having L2 fetch steps long before they are
-// copied, which delayed what the blocks exchange; having L2 keep a part of the LM head from one token to the next.
+// Tried and lost: every lane's own copies on sm_90 too, which keep addresses in registers that the stages need; a warp whose
+// lanes each copy into a slot, which takes longer for one; pauses between the copies, which memory spends waiting; having L2
+// fetch steps before they are copied, which gained gpt2-xl less than copying sooner; having L2 keep a part of the LM head from
+// one token to the next.
 #pragma once
 #include "common.cuh"
 #include "persistent/exchange.cuh"
@@ -16,6 +17,21 @@
 namespace warpline {
 
 using Bits = Vec<unsigned, 4>;
+
+// Bytes on their way to a block at most. On an H200, 32 kB cost gpt2-xl 4 % and gpt2 2 %, and no limit costs gpt2 in float32 8 %.
+constexpr int IN_FLIGHT = 48 << 10;
+
+// As barrier_passed, but an answer at once.
+__device__ __forceinline__ bool has_passed(unsigned long long* barrier, unsigned parity) {
+    unsigned passed = 1;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+#endif
+    return passed != 0;
+}
 
 // What was in these registers is not kept: they may hold anything.
 template <int N>
@@ -173,23 +189,45 @@ class Tape {
     }
 
     // What the thread does that copies for the block: all steps `times` over. It ends early when the block has.
-    static __device__ __forceinline__ void feed(const Bits* block, int steps, int times, Ring& ring, Watch& watch) {
-        int into = 0;
-        unsigned free = 1;  // the first round finds every slot empty
-        bool ended = false;
-        for (int time = 0; time < times && !ended; ++time) {
-            for (int step = 0; step < steps && !ended; ++step) {
-                while (!barrier_passed(ring.empty + into, free) && !ended) ended = watch.look();
-                if (ended) break;
-                copy_bulk(ring.slot[into], block + static_cast<long long>(step) * STEP, STEP * sizeof(Bits), ring.full + into);
-                if (++into == RING) {
-                    into = 0;
-                    free ^= 1;
-                }
+    // It has some 250 cycles for a step, or memory waits for it (at 290 gpt2-xl took 960 us instead of 891): so it finds out about
+    // the next slot while it fills this one, and where `all` lies is hidden, because the compiler would work it out each time.
+    // But what is on its way to a multiprocessor delays what blocks say to each other: no more than IN_FLIGHT bytes may be.
+    static __device__ __forceinline__ void feed(const Bits* block, int steps, int times, Ring& all, Watch& watch) {
+        constexpr int MOST = static_cast<int>(IN_FLIGHT / (STEP * sizeof(Bits)));
+        constexpr int WINDOW = MOST < RING ? (MOST > 1 ? MOST : 1) : RING;  // steps
+        Ring* ring = &all;
+        asm volatile("" : "+l"(ring));
+        const Bits* from = block;
+        int step = 0, into = 0, before = RING - WINDOW;  // the next step, its slot, and that of the step WINDOW before it
+        unsigned free = 1, landed = 1;                   // the first round finds every slot empty
+        bool ready = true;
+        for (int left = steps * times; left > 0; --left) {
+            bool ended = false;
+            while (!ready && !ended) {
+                ended = watch.look();
+                ready = barrier_passed(ring->empty + into, free) && barrier_passed(ring->full + before, landed);
             }
+            if (ended) break;
+            const Bits* source = from;
+            const int slot = into;
+            from += STEP;
+            if (++step == steps) {
+                step = 0;
+                from = block;
+            }
+            if (++into == RING) {
+                into = 0;
+                free ^= 1;
+            }
+            if (++before == RING) {
+                before = 0;
+                landed ^= 1;
+            }
+            ready = has_passed(ring->empty + into, free) & has_passed(ring->full + before, landed);
+            copy_bulk(ring->slot[slot], source, STEP * sizeof(Bits), ring->full + slot);
         }
         for (int i = 0; i < RING && times > 0; ++i) {  // copies under way must not outlive the block
-            while (!barrier_passed(ring.full + i, i < into ? free ^ 1 : free)) continue;
+            while (!barrier_passed(ring->full + i, i < into ? free ^ 1 : free)) continue;
         }
     }
 
