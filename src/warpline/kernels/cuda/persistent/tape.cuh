@@ -189,8 +189,8 @@ class Tape {
     }
 
     // What the thread does that copies for the block: all steps `times` over. It ends early when the block has.
-    // It has some 250 cycles for a step, or memory waits for it (at 290 gpt2-xl took 960 us instead of 891): so it finds out about
-    // the next slot while it fills this one, and where `all` lies is hidden, because the compiler would work it out each time.
+    // It has 300 cycles for a step of gpt2-xl, or memory waits for it (at 320 a token took 960 us instead of 891): so it finds out
+    // about the next slot while it fills this one, and where `all` lies is hidden, because the compiler would work it out each time.
     // But what is on its way to a multiprocessor delays what blocks say to each other: no more than IN_FLIGHT bytes may be.
     static __device__ __forceinline__ void feed(const Bits* block, int steps, int times, Ring& all, Watch& watch) {
         constexpr int MOST = static_cast<int>(IN_FLIGHT / (STEP * sizeof(Bits)));
