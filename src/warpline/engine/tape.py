@@ -68,7 +68,7 @@ def _lines(tensors: dict[str, Tensor], h: str) -> Tensor:
 
 def tiles(matrix: Tensor, plan: Plan, stage: str) -> Tensor:
     """[out, in] → [unit, tile, element]: a lane's 16 bytes are neighbouring inputs of one output, in half precision
-    with their second and third pair exchanged (see TileSums of persistent/tape.cuh); what is missing from the last
+    with their second and third pair exchanged (see TileSums of persistent/product.cuh); what is missing from the last
     unit and tile is zero."""
     extents = plan.extents
     width = extents.tile_inputs // 4

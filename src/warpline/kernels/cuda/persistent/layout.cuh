@@ -3,7 +3,7 @@
 #include "ops/matvec.cuh"
 #include "persistent/attention.cuh"
 #include "persistent/exchange.cuh"
-#include "persistent/tape.cuh"
+#include "persistent/product.cuh"
 
 namespace warpline {
 

@@ -1,0 +1,238 @@
+// A stage's product of weights from the tape and a few rows in shared memory, and how one tile of it is multiplied.
+#pragma once
+#include "common.cuh"
+#include "persistent/tape.cuh"
+#include "ptx.cuh"
+
+namespace warpline {
+
+// Outputs of a tile, whatever the type.
+constexpr int TILE_OUTPUTS = 8;
+
+// The largest of what every fourth lane has.
+__device__ __forceinline__ unsigned long long most_of_fours(unsigned long long value) {
+#pragma unroll
+    for (int other = WARP / 2; other >= 4; other /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, other));
+    return value;
+}
+
+// Sums of products of tiles and up to eight rows. Lane 4g + t has of output g (of the tile) the inputs from t * WIDTH on.
+// `results` names the sums that a lane ends with: f(which, output, row).
+//
+// On tensor cores the tile is a and the rows are b. a has sixteen rows and a tile eight outputs, so a lane's sixteen bytes
+// fill two of them: pairs of inputs 0 and 1 in its own row, 2 and 3 eight rows below, for which the tape has them in the
+// order 0, 2, 1, 3. b has eight columns, two for each of four rows: what pairs 0 and 1 are multiplied with, and what pairs
+// 2 and 3 are. Of the products a lane looks at the two that mean something, and nothing is moved between registers.
+template <typename T, int ROWS>
+struct TileSums {
+    static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4);
+    struct Rows {
+        Vec<unsigned, 2> of[RESULTS];
+    };
+    float sum[RESULTS][4] = {};
+
+    // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
+    // and nobody reads what they make of it.
+    static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
+        const int lane = thread % WARP, column = lane / 4, row = column / 2;
+        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH + column % 2 * (WIDTH / 2);
+    }
+    static __device__ __forceinline__ Rows load(const T* x, int pitch) {
+        Rows rows;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) rows.of[i] = *reinterpret_cast<const Vec<unsigned, 2>*>(x + 4 * i * pitch);
+        return rows;
+    }
+    __device__ __forceinline__ void add(const Bits& tile, const Rows& rows) {
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) multiply_add<T>(sum[i], tile.at, rows.of[i].at[0], rows.of[i].at[1]);
+    }
+    __device__ __forceinline__ void finish(float (&result)[RESULTS]) {
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) result[i] = sum[i][0] + sum[i][3];
+    }
+    template <typename F>
+    static __device__ __forceinline__ void results(int thread, F f) {
+        const int row = thread % 4;
+        if (row >= ROWS) return;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) f(i, thread % WARP / 4, row + 4 * i);
+    }
+    // The largest of the warp's results, for each row: f(row, largest), by one lane.
+    template <typename F>
+    static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) {
+            const unsigned long long largest = most_of_fours(result[i]);
+            const int row = thread_index() % WARP + 4 * i;
+            if (row < 4 * i + 4 && row < ROWS) f(row, largest);
+        }
+    }
+};
+
+template <int ROWS>
+struct TileSums<float, ROWS> {
+    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS;
+    struct Rows {
+        Vec<float, 4> of[ROWS];
+    };
+    float sum[ROWS] = {};
+
+    static __device__ __forceinline__ const float* lane_of(int thread, const float* x, int) { return x + thread % 4 * WIDTH; }
+    static __device__ __forceinline__ Rows load(const float* x, int pitch) {
+        Rows rows;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) rows.of[row] = *reinterpret_cast<const Vec<float, 4>*>(x + row * pitch);
+        return rows;
+    }
+    __device__ __forceinline__ void add(const Bits& tile, const Rows& rows) {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[row] = fmaf(__uint_as_float(tile.at[i]), rows.of[row].at[i], sum[row]);
+        }
+    }
+    __device__ __forceinline__ void finish(float (&result)[RESULTS]) {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            result[row] = sum[row] + __shfl_xor_sync(0xffffffffu, sum[row], 1);
+            result[row] += __shfl_xor_sync(0xffffffffu, result[row], 2);
+        }
+    }
+    template <typename F>
+    static __device__ __forceinline__ void results(int thread, F f) {
+        if (thread % 4 != 0) return;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) f(row, thread % WARP / 4, row);
+    }
+    template <typename F>
+    static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const unsigned long long largest = most_of_fours(result[row]);
+            if (thread_index() % WARP == 0) f(row, largest);
+        }
+    }
+};
+
+// COUNT neighbours in shared memory, added in a fixed order; the first is aligned to as many as fit into 16 bytes.
+template <int COUNT>
+__device__ __forceinline__ float sum_of(const float* from) {
+    constexpr int WIDTH = vector_width<float>(COUNT);
+    auto sum = *reinterpret_cast<const Vec<float, WIDTH>*>(from);
+#pragma unroll
+    for (int i = WIDTH; i < COUNT; i += WIDTH) {
+        const auto pack = *reinterpret_cast<const Vec<float, WIDTH>*>(from + i);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) sum.at[j] += pack.at[j];
+    }
+#pragma unroll
+    for (int width = WIDTH / 2; width > 0; width /= 2) {
+#pragma unroll
+        for (int j = 0; j < width; ++j) sum.at[j] += sum.at[j + width];
+    }
+    return sum.at[0];
+}
+
+// One stage's product: y = W x for the outputs that this block owns. Of x every warp has SLAB neighbouring columns, which it
+// alone multiplies; the warps' sums meet in `partial`. `begin` may be called before x is there.
+template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS>
+class Product {
+    using Sums = TileSums<T, ROWS>;
+    static constexpr int TILES = ceil_div(INPUTS, Sums::INPUTS);
+    static constexpr int STEPS = ceil_div(TILES, WARPS);  // to a unit of TILE_OUTPUTS outputs
+    // A stage comes in rounds: some units, or one of an even number of parts of a unit. Where there are few rows, which leave
+    // registers free, there are two sets of these, so that one round is on its way while another is multiplied, or all of a stage
+    // is there before its rows are. Where it is more than that, rounds of five are better than of ten (gpt2-xl: 891 µs, not 905).
+    static constexpr int ALL = STEPS * MOST_UNITS, SETS = ALL > MOST_TAKEN && ROWS * sizeof(T) <= 4 ? 2 : 1;
+    static constexpr int MOST = SETS == 2 && ALL > 2 * MOST_TAKEN ? 5 : MOST_TAKEN;
+    static constexpr int PARTS = STEPS > MOST ? 2 * ceil_div(STEPS, 2 * MOST) : 1, PART = ceil_div(STEPS, PARTS);
+    static constexpr int UNITS = PARTS > 1 ? 1 : MOST / PART < MOST_UNITS ? MOST / PART : MOST_UNITS;
+    static constexpr int ROUNDS = ceil_div(MOST_UNITS, UNITS) * PARTS, TOGETHER = PARTS > 1 ? PARTS : SETS;
+    Bits held[SETS][UNITS * PART];
+    int units;
+
+   public:
+    static constexpr int SLAB = STEPS * Sums::INPUTS;
+
+   private:
+    // Sums go to partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
+    static __device__ __forceinline__ void leave(Sums& sums, int unit, float* partial, int thread) {
+        float result[Sums::RESULTS];
+        sums.finish(result);
+        Sums::results(thread, [&](int i, int output, int row) {
+            partial[((unit * TILE_OUTPUTS + output) * ROWS + row) * WARPS + thread / WARP] = result[i];
+        });
+    }
+
+    // Steps of round `i` behind those of whole units that are done, if there are units left.
+    template <typename Tape>
+    __device__ __forceinline__ void take(Tape& tape, int done, int i) {
+        const int unit = done + i / PARTS * UNITS;
+        forget(held[i % SETS]);
+        if (ROUNDS == 1 || unit < units) tape.take(held[i % SETS], PARTS > 1 ? max(0, min(PART, STEPS - i % PARTS * PART)) : (units - unit) * STEPS);
+    }
+
+   public:
+    template <typename Tape>
+    __device__ __forceinline__ void begin(Tape& tape, int count) {
+        units = count;
+#pragma unroll
+        for (int i = 0; i < SETS; ++i) take(tape, 0, i);
+    }
+
+    // `also` is done before the warps meet.
+    template <typename Tape, typename Also>
+    __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial, Also also) {
+        const int thread = thread_index();
+        x = Sums::lane_of(thread, x, pitch) + thread / WARP * SLAB;
+        constexpr int STRIDE = Sums::INPUTS;
+        constexpr bool KEEPS = PARTS == 1 && sizeof(typename Sums::Rows) * STEPS <= 64;  // what several units are multiplied with
+        typename Sums::Rows kept[KEEPS ? STEPS : 1];
+        if constexpr (KEEPS) {
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) kept[i] = Sums::load(x + i * STRIDE, pitch);
+        }
+        Sums sums;
+        constexpr bool LOOPS = ROUNDS > TOGETHER;
+#pragma unroll 1
+        for (int done = 0; done < (LOOPS ? units : 1); done += TOGETHER / PARTS * UNITS) {
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int first = done + i / PARTS * UNITS, part = i % PARTS;
+#pragma unroll
+                for (int j = 0; j < UNITS * PART; ++j) {  // units that there are not come out as anything
+                    const int step = part * PART + j % PART;
+                    if (step >= STEPS) continue;
+                    sums.add(held[i % SETS][j], KEEPS ? kept[KEEPS ? step : 0] : Sums::load(x + step * STRIDE, pitch));
+                    if (step < STEPS - 1) continue;
+                    if (first + j / PART < (LOOPS ? units : MOST_UNITS)) leave(sums, first + j / PART, partial, thread);
+                    sums = {};
+                }
+                if constexpr (ROUNDS > SETS) take(tape, done, i + SETS);
+            }
+        }
+        also();
+        sync_threads<WARPS * WARP>();
+    }
+    template <typename Tape>
+    __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial) {
+        finish(tape, x, pitch, partial, [] {});
+    }
+
+    // The finished sums, PER neighbouring outputs of a row to a thread: f(first output within the block, row, values).
+    template <int PER, typename F>
+    static __device__ __forceinline__ void each(int units, const float* partial, F f) {
+        for (int i = thread_index(); i < units * (TILE_OUTPUTS / PER * ROWS); i += WARPS * WARP) {
+            const int output = i / ROWS * PER, row = i % ROWS;
+            float value[PER];
+#pragma unroll
+            for (int j = 0; j < PER; ++j) {
+                value[j] = sum_of<WARPS>(partial + ((output + j) * ROWS + row) * WARPS);
+            }
+            f(output, row, value);
+        }
+    }
+};
+
+}  // namespace warpline
