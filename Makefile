@@ -81,7 +81,7 @@ sanitize:
 		PYTHONPATH=src:. compute-sanitizer --tool $$tool --report-api-errors no --kernel-regex kns=warpline \
 			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_ladder.py --small -q -p no:cacheprovider; done
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --report-api-errors no --kernel-regex kns=warpline --error-exitcode 1 \
-		$(PYTHON) -m pytest tests/gpu/test_executors.py tests/gpu/test_persistent.py -k "test_window or draws_what or turing_path" -q -p no:cacheprovider
+		$(PYTHON) -m pytest tests/gpu/test_executors.py tests/gpu/test_persistent.py -k "test_window or draws_what or turing_path or (judged_right and n_layer)" -q -p no:cacheprovider
 
 # On a machine without a GPU, in less than ten minutes: all methods at the reference workload, the fastest of each kind
 # at the others. What there is no time for is named in the rows.

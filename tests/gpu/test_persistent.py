@@ -100,9 +100,19 @@ def test_window(window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize(("batch", "prompt"), [(1, 16), (1, 700), (2, 100), (8, 64)])
-def test_half_precision_is_judged_right(dtype: str, batch: int, prompt: int) -> None:
-    weights = load("random:gpt2", dtype=dtype, device="cuda")
+@pytest.mark.parametrize(
+    ("model", "batch", "prompt"),
+    [
+        *(("random:gpt2", batch, prompt) for batch, prompt in ((1, 16), (1, 700), (2, 100), (8, 64))),
+        *(
+            (f"random:n_layer=2,n_head={heads},n_embd={64 * heads}", batch, 60)
+            for heads in (16, 20, 25)
+            for batch in (1, 4)
+        ),
+    ],
+)
+def test_half_precision_is_judged_right(model: str, dtype: str, batch: int, prompt: int) -> None:
+    weights = load(model, dtype=dtype, device="cuda")
     asked = requests(weights, [prompt] * batch, 40)
     executor = PersistentExecutor(weights, GPU, dtype)
     found, _ = run(executor, asked)

@@ -31,9 +31,7 @@ struct Layout {
     // --- shared memory ---
 
     static constexpr int BIASES = (M::OUT_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;  // of a layer
-    template <int INPUTS, int UNITS>
-    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS>;
-    static constexpr int SLAB = ProductOf<WIDTH, 1>::SLAB, INNER_SLAB = ProductOf<INNER, 1>::SLAB;  // a warp's columns
+    static constexpr int SLAB = SLAB_OF<T, WIDTH, WARPS>, INNER_SLAB = SLAB_OF<T, INNER, WARPS>;
     static constexpr int most(int a, int b) { return a > b ? a : b; }
     static constexpr int PITCH = ceil_div(WARPS * most(SLAB, INNER_SLAB), 64) * 64 + 32;  // neighbouring rows on different banks
     static constexpr int SUMS = TILE_OUTPUTS * ROWS * WARPS;  // of a unit
@@ -82,6 +80,8 @@ struct Layout {
     static constexpr int RING = HAS_ASYNC_COPIES ? (FITS < 64 ? FITS : 64) : 1;
     using Ring = TapeRing<WARPS, RING>;
     using TapeOf = Tape<WARPS, RING>;
+    template <int INPUTS, int UNITS>
+    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS, RING>;
     static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
     static_assert(FITS > MOST_TAKEN || !HAS_ASYNC_COPIES, "too little shared memory");
     static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");

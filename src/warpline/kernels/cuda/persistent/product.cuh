@@ -134,28 +134,27 @@ __device__ __forceinline__ float sum_of(const float* from) {
     return sum.at[0];
 }
 
-// One stage's product: y = W x for the outputs that this block owns. Of x every warp has SLAB neighbouring columns, which it
-// alone multiplies; the warps' sums meet in `partial`. `begin` may be called before x is there.
-template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS>
+// Neighbouring columns of x that are a warp's alone: whole tiles.
+template <typename T, int INPUTS, int WARPS>
+constexpr int SLAB_OF = ceil_div(ceil_div(INPUTS, TileSums<T, 1>::INPUTS), WARPS) * TileSums<T, 1>::INPUTS;
+
+// One stage's product: y = W x for the outputs that this block owns. Every warp multiplies its own columns of x; the warps'
+// sums meet in `partial`. `begin` may be called before x is there.
+template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS, int RING>
 class Product {
     using Sums = TileSums<T, ROWS>;
-    static constexpr int TILES = ceil_div(INPUTS, Sums::INPUTS);
-    static constexpr int STEPS = ceil_div(TILES, WARPS);  // to a unit of TILE_OUTPUTS outputs
+    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS>, STEPS = SLAB / Sums::INPUTS;  // to a unit of TILE_OUTPUTS outputs
     // A stage comes in rounds: some units, or one of an even number of parts of a unit. Where there are few rows, which leave
     // registers free, there are two sets of these, so that one round is on its way while another is multiplied, or all of a stage
-    // is there before its rows are. Where it is more than that, rounds of five are better than of ten (gpt2-xl: 891 µs, not 905).
+    // is there before its rows are. Where it is more than that, both together want half of the ring at most: the rest is on its way.
     static constexpr int ALL = STEPS * MOST_UNITS, SETS = ALL > MOST_TAKEN && ROWS * sizeof(T) <= 4 ? 2 : 1;
-    static constexpr int MOST = SETS == 2 && ALL > 2 * MOST_TAKEN ? 5 : MOST_TAKEN;
+    static constexpr int MOST = SETS == 2 && ALL > 2 * MOST_TAKEN && HAS_ASYNC_COPIES && RING / 4 < MOST_TAKEN ? RING / 4 : MOST_TAKEN;
     static constexpr int PARTS = STEPS > MOST ? 2 * ceil_div(STEPS, 2 * MOST) : 1, PART = ceil_div(STEPS, PARTS);
     static constexpr int UNITS = PARTS > 1 ? 1 : MOST / PART < MOST_UNITS ? MOST / PART : MOST_UNITS;
     static constexpr int ROUNDS = ceil_div(MOST_UNITS, UNITS) * PARTS, TOGETHER = PARTS > 1 ? PARTS : SETS;
     Bits held[SETS][UNITS * PART];
     int units;
 
-   public:
-    static constexpr int SLAB = STEPS * Sums::INPUTS;
-
-   private:
     // Sums go to partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
     static __device__ __forceinline__ void leave(Sums& sums, int unit, float* partial, int thread) {
         float result[Sums::RESULTS];
