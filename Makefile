@@ -80,6 +80,9 @@ sanitize:
 	set -e; for tool in memcheck racecheck synccheck; do \
 		PYTHONPATH=src:. compute-sanitizer --tool $$tool --report-api-errors no --kernel-regex kns=warpline \
 			--error-exitcode 1 $(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_ladder.py --small -q -p no:cacheprovider; done
+# initcheck has to see who wrote what: all kernels, a library's as well.
+	PYTHONPATH=src:. compute-sanitizer --tool initcheck --report-api-errors no --error-exitcode 1 $(PYTHON) -m pytest \
+		tests/gpu/test_persistent.py -k "(turing_path and fp16) or (test_window and 40) or (draws_what and params0)" -q -p no:cacheprovider
 	PYTHONPATH=src:. compute-sanitizer --tool memcheck --report-api-errors no --kernel-regex kns=warpline --error-exitcode 1 \
 		$(PYTHON) -m pytest tests/gpu/test_executors.py tests/gpu/test_persistent.py -k "test_window or draws_what or turing_path or (judged_right and n_layer)" -q -p no:cacheprovider
 
