@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from warpline.config import ModelConfig
-from warpline.engine.executor import Executor
-from warpline.engine.state import State
+from warpline.engine.executors import Executor
+from warpline.engine.slots import Slots
 from warpline.model.gpt2 import GPT2
 from warpline.model.weights import Weights, checkpoint, random_tensors
 
@@ -46,9 +46,9 @@ def watch_steps(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int
     asked: list[int] = []
     decode = executor.decode
 
-    def watched(state: State, n: int) -> None:
+    def watched(slots: Slots, lanes: Sequence[int], n: int) -> None:
         asked.append(n)
-        decode(state, n)
+        decode(slots, lanes, n)
 
     monkeypatch.setattr(executor, "decode", watched)
     return asked

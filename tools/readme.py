@@ -176,7 +176,6 @@ def main() -> None:
     ladders.draw()
     tuning.draw()
     profiles.draw()
-    benchmarks.ship()
     tuning.ship()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpline.config import EngineConfig, ModelConfig, SamplingParams
-    from warpline.engine.engine import LLM, Stream
-    from warpline.engine.sequence import Completion, Timings, TokenLogprob
+    from warpline.engine.llm import LLM, Stream
+    from warpline.engine.text import Completion, Timings, TokenLogprob
     from warpline.errors import WarplineError
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "warpline.engine.engine",
-    "Stream": "warpline.engine.engine",
-    "Completion": "warpline.engine.sequence",
-    "Timings": "warpline.engine.sequence",
-    "TokenLogprob": "warpline.engine.sequence",
+    "LLM": "warpline.engine.llm",
+    "Stream": "warpline.engine.llm",
+    "Completion": "warpline.engine.text",
+    "Timings": "warpline.engine.text",
+    "TokenLogprob": "warpline.engine.text",
     "EngineConfig": "warpline.config",
     "ModelConfig": "warpline.config",
     "SamplingParams": "warpline.config",

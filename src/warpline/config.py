@@ -247,8 +247,8 @@ class EngineConfig:
     executor: str = "auto"
     #: Attend to this many positions only; None keeps the model's own setting.
     window: int | None = None
-    #: Sequences decoded together; more prompts than this run in turns.
-    max_batch: int = 32
+    #: Sequences that run at once; more wait. None takes what fits into the memory that is free.
+    max_batch: int | None = None
     #: Threads on a CPU; None takes as many as torch does, and no more than there are cores.
     threads: int | None = None
 
@@ -257,6 +257,7 @@ class EngineConfig:
             one_of(self.device, (*DEVICES, "cuda:0"), "device")
         one_of(self.dtype, ("auto", *WEIGHT_BYTES), "dtype")
         _require_window(self.window)
-        _require(_is_int(self.max_batch) and self.max_batch > 0, f"max_batch must be at least 1, not {self.max_batch}")
+        most = self.max_batch
+        _require(most is None or (_is_int(most) and most > 0), f"max_batch must be at least 1, not {most}")
         threads = self.threads
         _require(threads is None or (_is_int(threads) and threads > 0), f"threads must be at least 1, not {threads}")

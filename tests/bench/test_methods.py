@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +17,9 @@ from warpline.bench.methods import ct2
 from warpline.bench.methods.names import METHODS
 from warpline.bench.methods.ours import Naive
 from warpline.bench.workloads import WORKLOADS, cases
+from warpline.engine.executors.pytorch import TorchExecutor
+from warpline.engine.request import Span
+from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 from warpline.model.weights import load
 
@@ -21,7 +27,8 @@ from warpline.model.weights import load
 def test_workloads_are_the_named_ones() -> None:
     reference, long = WORKLOADS["reference"].shapes, WORKLOADS["long"].shapes
     assert (reference, long) == (((1, 16, 100),), ((1, 124, 900),))
-    assert set(WORKLOADS) == {"reference", "decode", "long", "prefill", "batch", "coldstart", "memory"}
+    assert set(WORKLOADS) == {"reference", "decode", "long", "prefill", "batch", "throughput", "coldstart", "memory"}
+    assert WORKLOADS["throughput"].shapes == ((1024, 225, 202),)
 
 
 def test_sweep_is_the_product() -> None:
@@ -32,6 +39,9 @@ def test_sweep_is_the_product() -> None:
     one = cases(["decode"], models=["a"], dtypes=["fp32"], prompts=[7])
     assert [c.prompt for c in one] == [7]  # the five depths became one
     assert cases(["prefill"], models=["a"], dtypes=["fp32"], new=[9])[0].new == 0
+    many, fewer = (cases(["throughput"], models=["a"], dtypes=["fp32"], on_cpu=on_cpu)[0] for on_cpu in (False, True))
+    assert (many.batch, fewer.batch) == (1024, 64)
+    assert "1,024 requests of about 225 + 202 tokens" in many.label
 
 
 def test_bad_sweeps_are_refused() -> None:
@@ -52,23 +62,75 @@ def test_every_method_has_a_name_and_says_what_it_lacks(name: str) -> None:
         assert "window" in str(method.obstacle(case(window=4), torch.device(method.devices[0])))
 
 
-@pytest.mark.parametrize("name", ["naive", "torch", "hf-eager", "hf-sdpa", "static-kv"])
+@pytest.mark.parametrize("name", ["naive", "torch", "cpu", "kernels", "warpline", "hf-eager", "hf-sdpa", "static-kv"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_methods_agree_with_the_oracle_to_the_token(name: str, batch: int) -> None:
     weights, one = load(SMALL), case(batch=batch, prompt=9, new=12)
     prompts = torch.randint(weights.config.vocab_size, (batch, 9), generator=torch.Generator().manual_seed(batch))
     expected = Naive(weights, one, CPU).generate(prompts, 12)
     method = methods.find(name)(weights, one, CPU)
-    assert torch.equal(method.generate(prompts, 12), expected)
-    assert torch.equal(method.generate(prompts, 3), expected[:, :3])  # nothing of the last run is left
+    given = method.given(prompts)
+    assert torch.equal(method.generate(given, 12), expected)
+    assert torch.equal(method.generate(given, 3), expected[:, :3])  # nothing of the last run is left
+    method.close()
 
 
-@pytest.mark.parametrize("name", ["torch", "static-kv"])
+def test_what_begins_on_the_host_gets_ids_there() -> None:
+    """Ours are timed from ids on the host to tokens there; the others keep prompts where they run."""
+    weights, prompts = load(SMALL), torch.arange(18).view(2, 9)
+    made = {name: methods.find(name)(weights, case(batch=2, prompt=9), CPU) for name in ("warpline", "torch", "naive")}
+    given = {name: method.given(prompts) for name, method in made.items()}
+    assert given["naive"] is prompts
+    assert given["warpline"] == prompts.tolist()
+    assert [type(row) for row in given["torch"]] == [np.ndarray] * 2
+    assert [row.tolist() for row in given["torch"]] == prompts.tolist()
+
+
+def test_long_prompts_are_run_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more tokens at once than the executor takes, and with the same result."""
+    weights, one = load(SMALL), case(batch=3, prompt=9, new=5)
+    prompts = torch.randint(weights.config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(4))
+    expected = Naive(weights, one, CPU).generate(prompts, 5)
+    seen: list[list[tuple[int, int, bool]]] = []
+    run = TorchExecutor.prefill
+
+    def prefill(self: TorchExecutor, slots: Slots, spans: Sequence[Span]) -> None:
+        seen.append([(span.start, span.end, bool(span.lanes)) for span in spans])
+        run(self, slots, spans)
+
+    monkeypatch.setattr(TorchExecutor, "prefill", prefill)
+    monkeypatch.setattr(TorchExecutor, "prompt_tokens", 12)
+    method = methods.find("torch")(weights, one, CPU)
+    assert torch.equal(method.generate(method.given(prompts), 5), expected)
+    assert seen == [[(0, 9, True), (0, 3, False)], [(3, 9, True), (0, 6, False)], [(6, 9, True)]]
+
+
+def test_logits_that_are_no_numbers_are_an_error() -> None:
+    weights = load(SMALL)
+    broken = replace(weights, tensors=weights.tensors | {"ln_f.bias": weights.tensors["ln_f.bias"] * torch.nan})
+    method = methods.find("torch")(broken, case(prompt=9), CPU)
+    for _ in range(2):  # the slot is free again
+        with pytest.raises(RuntimeError, match="no numbers"):
+            method.generate(method.given(torch.arange(9)[None]), 4)
+
+
+@pytest.mark.parametrize("name", ["cpu-int8", "warpline-int8"])
+def test_int8_is_near(name: str) -> None:
+    weights, one = load("stories"), case(model="stories", prompt=9, new=8)
+    prompts = torch.randint(weights.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(1))
+    method = methods.find(name)(weights, one, CPU)
+    tokens = method.generate(method.given(prompts), 8)
+    assert (tokens == Naive(weights, one, CPU).generate(prompts, 8)).float().mean() >= 0.5
+    method.close()
+
+
+@pytest.mark.parametrize("name", ["torch", "warpline", "static-kv"])
 def test_windows_agree(name: str) -> None:
     weights, one = load(SMALL), case(prompt=9, new=12, window=5)
     prompts = torch.randint(weights.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(7))
     expected = Naive(weights, one, CPU).generate(prompts, 12)
-    assert torch.equal(methods.find(name)(weights, one, CPU).generate(prompts, 12), expected)
+    method = methods.find(name)(weights, one, CPU)
+    assert torch.equal(method.generate(method.given(prompts), 12), expected)
     assert not torch.equal(Naive(weights, case(prompt=9, new=12), CPU).generate(prompts, 12), expected)
 
 
@@ -91,7 +153,7 @@ def test_other_engines_agree(name: str) -> None:
     method.close()
 
 
-@pytest.mark.parametrize("name", ["torch", "hf-sdpa", "ctranslate2", "onnxruntime"])
+@pytest.mark.parametrize("name", ["torch", "warpline", "hf-sdpa", "ctranslate2", "onnxruntime"])
 def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
     """A model that says it again and again goes on to the full length."""
     weights = load("random:n_layer=1,n_head=2,n_embd=64,n_positions=64")
@@ -102,7 +164,7 @@ def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
     expected = Naive(weights, case(), CPU).generate(prompts, 12)
     assert end in expected[0, :-1].tolist()
     method = methods.find(name)(weights, case(prompt=9, new=12), CPU)
-    assert torch.equal(method.generate(prompts, 12), expected)
+    assert torch.equal(method.generate(method.given(prompts), 12), expected)
     method.close()
 
 

@@ -106,7 +106,7 @@ BAD_INPUT = [
     (["generate", "Hi", "--model", "./no/such/folder"], "check the path"),
     (["generate", "Hi", "--model", "gpt2"], "cannot download"),
     (["generate", ""], "is empty"),
-    (["generate", "word " * 200, "--model", SMALL], "shorten the prompt to 95 tokens"),
+    (["generate", "word " * 200, "--model", SMALL], "the model's context is 96: shorten it"),
     (["generate", "Hi", "--model", SMALL, "--max-new-tokens", "0"], "max_tokens"),
     (["generate", "Hi", "--max-new-tokens", "many"], "'--max-new-tokens'"),
     (["generate", "Hi", "--temperature", "-1"], "temperature must be ≥ 0"),

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.conftest import SMALL
+from tests.engine.running import run
 from warpline.config import ModelConfig, SamplingParams
-from warpline.engine import auto_exec, speeds
-from warpline.engine.executor import choose, create
-from warpline.engine.kernels_exec import KernelsExecutor
-from warpline.engine.state import Request
+from warpline.engine.executors import auto, choose, create
+from warpline.engine.executors.graph.kernels import KernelsExecutor
+from warpline.engine.request import Request
 from warpline.errors import ConfigError, KernelError
 from warpline.kernels import compile as compiler
 from warpline.kernels import launch
@@ -30,19 +30,19 @@ class Persistent(KernelsExecutor):
     """Fails when it is made, when it is compiled, or not at all."""
 
     name = "persistent"
-    most_rows = 2
+    most_lanes = 2
     made: Exception | None = None
     compiled: Exception | None = None
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: Any, prompts: object):
         if self.made is not None:
             raise self.made
         super().__init__(*arguments)
 
-    def compile_ahead(self, _state: object) -> None:
+    def compile_ahead(self, _slots: object, _lanes: object) -> None:
         assert self.made is None
 
-    def prepare(self, _state: object) -> None:
+    def prepare(self, _slots: object, _lanes: object) -> None:
         if self.compiled is not None:
             raise self.compiled
 
@@ -67,51 +67,24 @@ def test_auto_goes_on_with_the_graph_and_says_why(
     used: str,
     level: int | None,
 ) -> None:
-    monkeypatch.setattr(auto_exec, "GraphExecutor", Graph)
-    monkeypatch.setattr(auto_exec, "PersistentExecutor", Persistent)
+    monkeypatch.setattr(auto, "GraphExecutor", Graph)
+    monkeypatch.setattr(auto, "PersistentExecutor", Persistent)
     monkeypatch.setattr(Persistent, "made", made)
     monkeypatch.setattr(Persistent, "compiled", compiled)
     weights = load(SMALL)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     requests = [Request([5, 6 + i], params, 0, i, 8) for i in range(batch)]
     written = []
-    with caplog.at_level(logging.INFO, logger="warpline.engine.auto_exec"):
+    with caplog.at_level(logging.INFO, logger="warpline.engine.executors.auto"):
         for name in ("auto", "torch"):
             executor = create(name, weights, CPU, "fp32")
-            state = executor.allocate(batch, 8)
-            state.begin(requests)
-            executor.prefill(state)
-            for _ in range(3):
-                executor.decode(state, 2)
-            executor.check()
-            written.append(state.tokens.tolist())
+            written.append(run(executor, requests))
             if name == "auto":
                 assert executor.described == f"auto ({used})"
     assert written[0] == written[1]
     reasons = [record for record in caplog.records if record.getMessage().startswith("executor auto → graph")]
     assert [record.levelno for record in reasons] == ([level] if level else [])
     assert all("\n" not in record.getMessage() for record in reasons)
-
-
-@pytest.mark.parametrize(("graph_us", "used"), [(60.0, "graph"), (62.0, "persistent"), (None, "persistent")])
-def test_auto_takes_what_was_measured_to_be_faster(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graph_us: float | None, used: str
-) -> None:
-    monkeypatch.setattr(auto_exec, "GraphExecutor", Graph)
-    monkeypatch.setattr(auto_exec, "PersistentExecutor", Persistent)
-    measured = {} if graph_us is None else {"graph": graph_us, "persistent": 61.0}
-    monkeypatch.setattr(speeds, "compared", lambda *_: measured)
-    executor = create("auto", load(SMALL), CPU, "fp32")
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    state = executor.allocate(1, 8)
-    with caplog.at_level(logging.INFO, logger="warpline.engine.auto_exec"):
-        for _ in range(2):
-            state.begin([Request([5, 6], params, 0, 0, 8)])
-            executor.prefill(state)
-            executor.decode(state, 5)
-    assert executor.described == f"auto ({used})"
-    told = [text for text in caplog.messages if "was measured at 60.0 µs, persistent at 61.0" in text]
-    assert len(told) == (used == "graph")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +113,9 @@ def test_where_only_torch_runs(
 
     monkeypatch.setattr(launch, "arch_of", lambda _index: arch)
     monkeypatch.setattr(compiler, "nvrtc_version", version)
-    with caplog.at_level(logging.INFO, logger="warpline.engine.executor"):
+    with caplog.at_level(logging.INFO, logger="warpline.engine.executors"):
         chosen = choose("auto", torch.device("cuda:0"), ModelConfig(**config), "fp16")
     assert chosen == ("auto" if reason is None else "torch")
     assert reason is None or reason in caplog.text
+    assert [record.levelno for record in caplog.records] == ([] if reason is None else [logging.WARNING])
     assert choose("graph", torch.device("cuda:0"), ModelConfig(**config), "fp16") == "graph"

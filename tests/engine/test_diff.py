@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 from tests.conftest import SMALL
 from warpline.cli.main import main
-from warpline.engine.diff import _begin, compare
-from warpline.engine.executor import Executor, create
-from warpline.engine.prompts import Prompts
-from warpline.engine.schedule import order
-from warpline.engine.state import State
+from warpline.engine.check.diff import _begin, compare
+from warpline.engine.executors import Executor, create
+from warpline.engine.executors.graph.kernels import KernelsExecutor
+from warpline.engine.executors.graph.prompts import Prompts
+from warpline.engine.executors.graph.schedule import order
+from warpline.engine.request import Span
+from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 from warpline.model.weights import Weights, load
 
@@ -38,7 +41,10 @@ def test_executors_that_agree(dtype: str, count: int) -> None:
     weights = load(SMALL, dtype=dtype)
     kernels, torchs = (create(name, weights, CPU, dtype) for name in ("kernels", "torch"))
     assert compare(kernels, torchs, texts(count, 24), 6) is None
-    assert set(torchs.observe(_state(torchs))) == set(order(weights.config.n_layer))
+    slots, lanes = _begin(torchs, texts(2, 9), 3)
+    found = torchs.observe(slots, lanes)
+    assert set(found) == set(order(weights.config.n_layer))
+    assert {len(value) for value in found.values()} == {2}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -48,10 +54,6 @@ def test_a_trained_model_whose_rows_have_outliers(seed: int) -> None:
     rng = random.Random(seed)
     text = [[rng.randrange(50257) for _ in range(40)] for _ in range(2)]
     assert compare(kernels, torchs, text, 4) is None
-
-
-def _state(executor: Executor) -> State:
-    return _begin(executor, texts(2, 9), 3)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,8 @@ def _state(executor: Executor) -> State:
 def test_the_first_op_that_differs_is_named(parameter: str, op: str) -> None:
     weights = load(SMALL)
     wrong = create("kernels", damaged(weights, parameter), CPU, "fp32")
-    wrong._prompts = Prompts(weights)  # type: ignore[attr-defined]  # the prompt's K and V are right
+    assert isinstance(wrong, KernelsExecutor)
+    wrong.prompts = Prompts(weights)  # the prompt's K and V are right
     found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(2, 20), 4)
     assert found is not None
     assert found.name == op
@@ -82,7 +85,8 @@ def test_not_a_number_is_a_difference() -> None:
     weights = load(SMALL)
     tensors = {**weights.tensors, "h.1.mlp.c_fc.bias": weights.tensors["h.1.mlp.c_fc.bias"] * torch.nan}
     wrong = create("kernels", replace(weights, tensors=tensors), CPU, "fp32")
-    wrong._prompts = Prompts(weights)  # type: ignore[attr-defined]
+    assert isinstance(wrong, KernelsExecutor)
+    wrong.prompts = Prompts(weights)
     found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(1, 20), 4)
     assert found is not None
     assert found.name == "h.1.hidden"
@@ -111,10 +115,10 @@ def test_an_executor_that_shows_nothing_says_so() -> None:
     class Silent(Executor):
         name = "silent"
 
-        def _prefill(self, state: State) -> None:
+        def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
             pass
 
-        def _decode(self, state: State, n: int) -> None:
+        def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
             pass
 
     with pytest.raises(ConfigError, match="silent"):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.conftest import SMALL, make_model, make_weights
 from tests.model.test_gpt2 import hf_model
 from warpline import LLM, Completion, SamplingParams, hardware
 from warpline.config import ModelConfig
-from warpline.engine import engine
+from warpline.engine import llm as llms
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.weights import Weights, load
 
@@ -28,7 +29,7 @@ CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=64, n_positions=160)
 def llm(request: pytest.FixtureRequest) -> LLM:
     """One model, looked at by the host after every token, or less often as on a GPU."""
     model = LLM(SMALL)
-    model.executor.chunk = request.param
+    model.engine.scheduler.chunk = model.engine.scheduler.most_steps = request.param
     return model
 
 
@@ -158,7 +159,7 @@ def test_stream_equals_generate(llm: LLM) -> None:
         pieces = list(stream)
         (whole,) = llm.generate("Hello", params)
         assert "".join(pieces) == whole.text
-        assert len(pieces) > len(whole.token_ids) / llm.executor.chunk / 2
+        assert len(pieces) > len(whole.token_ids) / llm.engine.scheduler.chunk / 2
         assert stream.completion is not None
         assert stream.completion.token_ids == whole.token_ids
     with pytest.raises(ConfigError, match="n > 1"):
@@ -292,20 +293,20 @@ def test_broken_weights_are_noticed(save_folder: Callable[[Weights], Path]) -> N
         broken.generate("Hello", GREEDY)
 
 
-def test_one_state_serves_requests_of_all_shapes() -> None:
-    """What an executor captured must stay valid: after the largest request nothing is allocated again."""
+def test_slots_serve_requests_of_all_shapes() -> None:
+    """What an executor captured must stay valid: nothing is allocated again."""
     llm = LLM(SMALL)
     llm.generate(random_prompts(1, 1)[0] * 60, GREEDY)
-    llm.generate(random_prompts(5, 3), GREEDY)
-    state = llm._idle
-    assert state is not None
+    slots = llm.engine._slots
+    assert slots is not None
     logprobs = SamplingParams(temperature=0, max_tokens=4, logprobs=3)
     llm.generate(random_prompts(5, 9), logprobs)
-    buffer = state.top_token
+    buffer = slots.top_token
     for request in (random_prompts(1, 1)[0] * 60, random_prompts(5, 3)):
         llm.generate(request, logprobs)
-        assert llm._idle is state
-        assert state.top_token is buffer
+        assert llm.engine._slots is slots
+        assert slots.top_token is buffer
+        assert slots.free == llm.max_batch
 
 
 def test_context_is_filled_to_the_last_slot_and_no_further(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
@@ -314,14 +315,24 @@ def test_context_is_filled_to_the_last_slot_and_no_further(llm: LLM, caplog: pyt
     assert len(completion.token_ids) == 6
     assert completion.finish_reason == "length"
     assert "context is 96 tokens: at most 6 of the 1,000" in caplog.text
-    (one,) = llm.generate(prompt + prompt[:5], SamplingParams(max_tokens=1, ignore_eos=True))
-    assert len(one.token_ids) == 1
-    with pytest.raises(ConfigError, match="shorten the prompt to 95 tokens"):
-        llm.generate(prompt + prompt[:6], GREEDY)
+    caplog.clear()
+    for full in (prompt + prompt[:5], prompt + prompt[:6]):  # the last token needs no position of its own
+        (one,) = llm.generate(full, SamplingParams(max_tokens=1, ignore_eos=True))
+        assert len(one.token_ids) == 1
+    assert not caplog.text
+    with pytest.raises(ConfigError, match="97 tokens, but the model's context is 96: shorten it"):
+        llm.generate(prompt + prompt[:7], GREEDY)
 
 
-@pytest.mark.parametrize("prompt", ["", [], [-1], [50257]])
-def test_impossible_prompts(llm: LLM, prompt: str | list[int]) -> None:
+def test_a_limit_of_many_prompts_is_said_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    llm.generate([[1] * 90] * 20 + [[2] * 80], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert [r.getMessage() for r in caplog.records] == [
+        "the model's context is 96 tokens: of 20 prompts at most 6 of the 9 asked for will be generated"
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [50257], [1.5], [["a"]], [[[1, 2]]], [2**70], [None], "\ud800"])
+def test_impossible_prompts(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ConfigError):
         llm.generate(prompt, GREEDY)
 
@@ -366,5 +377,5 @@ def test_bf16_on_a_gpu_that_lacks_it_is_refused() -> None:
     turing = hardware.known_gpu("t4")
     assert turing is not None
     with pytest.raises(DeviceError, match=r"Tesla T4 \(sm_75\) cannot compute in bf16.*use fp16 or fp32"):
-        engine._dtype("bf16", turing, None)
-    assert engine._dtype("auto", turing, None) == "fp16"
+        llms._dtype("bf16", turing, None)
+    assert llms._dtype("auto", turing, None) == "fp16"

@@ -13,21 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpline.config import ModelConfig, SamplingParams
-from warpline.engine import sampling
-from warpline.engine.state import Request, State, noise_keys
-from warpline.kernels.noise import gumbel
+from warpline.engine.executors import sampling
+from warpline.engine.request import Request
+from warpline.engine.slots import Slots
+from warpline.kernels.noise import gumbel, noise_keys
 
 VOCAB = 997  # more than the short list of a CPU
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCAB, n_positions=64, eos_token_id=5)
 
 
-def begin(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> State:
-    state = State(CONFIG, len(params), 64, device=torch.device("cpu"), dtype=torch.float32)
+def begin(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> Slots:
+    """A slot for each, in order."""
+    slots = Slots(CONFIG, len(params), 64, device=torch.device("cpu"), dtype=torch.float32)
     prompts = prompts or [[1, 2, 3]] * len(params)
     rows = zip(prompts, params, strict=True)
-    state.begin([Request(prompt, p, p.seed or 0, 0, min(64, len(prompt) + p.max_tokens)) for prompt, p in rows])
-    state.restart()
-    return state
+    slots.admit([Request(prompt, p, p.seed or 0, 0, min(64, len(prompt) + p.max_tokens)) for prompt, p in rows])
+    return slots
+
+
+def records(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> sampling.Records:
+    return sampling.Records(begin(params, prompts), range(len(params)))
+
+
+def advance(slots: Slots, logits: torch.Tensor) -> None:
+    sampling.advance(slots, range(slots.count), logits)
+
+
+def keys(stream: int, count: int) -> torch.Tensor:
+    return torch.from_numpy(noise_keys(np.array([stream], np.uint64), count)[0])
 
 
 def random_logits(rows: int, seed: int) -> torch.Tensor:
@@ -73,9 +86,9 @@ def test_distribution_equals_transformers(choices: list[dict[str, Any]], seed: i
     params = [SamplingParams(**choice) for choice in choices]
     prompts = [[1, 2, 3, 5], [7], [5, 5], [90, 1, 7]][: len(params)]
     logits = random_logits(len(params), seed)
-    state = begin(params, prompts)
-    adjusted = sampling.adjust(logits, state)
-    ours = sampling.truncate(adjusted / state.temperature[:, None], state).softmax(dim=-1)
+    rows = records(params, prompts)
+    adjusted = sampling.adjust(logits, rows)
+    ours = sampling.truncate(adjusted / rows.temperature[:, None], rows).softmax(dim=-1)
     for row, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         expected = by_transformers(logits[row : row + 1].clone(), prompt, p)[0]
         if not torch.equal(ours[row] > 0, expected > 0):
@@ -104,14 +117,14 @@ def test_edges_of_top_k_and_top_p_are_exact() -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, :8] = torch.arange(8, 0, -1) * math.log(2)  # 1/2, 1/4, … of 255/256
     for k in (1, 3, 7):
-        state = begin([SamplingParams(temperature=1.0, top_k=k, top_p=1.0)])
-        assert int((sampling.truncate(logits, state) > -torch.inf).sum()) == k
+        rows = records([SamplingParams(temperature=1.0, top_k=k, top_p=1.0)])
+        assert int((sampling.truncate(logits, rows) > -torch.inf).sum()) == k
     for top_p, kept in ((0.3, 1), (0.51, 2), (0.74, 2), (0.77, 3), (0.9, 4), (0.999, 8)):
-        state = begin([SamplingParams(temperature=1.0, top_p=top_p)])
-        assert int((sampling.truncate(logits, state) > -torch.inf).sum()) == kept, top_p
+        rows = records([SamplingParams(temperature=1.0, top_p=top_p)])
+        assert int((sampling.truncate(logits, rows) > -torch.inf).sum()) == kept, top_p
     for min_p, kept in ((0.6, 1), (0.4, 2), (0.2, 3)):
-        state = begin([SamplingParams(temperature=1.0, top_p=1.0, min_p=min_p)])
-        assert int((sampling.truncate(logits, state) > -torch.inf).sum()) == kept, min_p
+        rows = records([SamplingParams(temperature=1.0, top_p=1.0, min_p=min_p)])
+        assert int((sampling.truncate(logits, rows) > -torch.inf).sum()) == kept, min_p
 
 
 @pytest.mark.parametrize(
@@ -126,16 +139,15 @@ def test_edges_of_top_k_and_top_p_are_exact() -> None:
 def test_drawn_frequencies_follow_the_distribution(settings_: dict[str, Any]) -> None:
     draws = 40_000
     params = SamplingParams(**settings_)
-    state = begin([params])
+    rows = records([params])
     logits = random_logits(1, 11)
     probability = (
-        sampling.truncate(sampling.adjust(logits, state) / params.temperature, state).softmax(dim=-1)[0].double()
+        sampling.truncate(sampling.adjust(logits, rows) / params.temperature, rows).softmax(dim=-1)[0].double()
     )
-    big = begin([params] * 100)
+    big = records([params] * 100)
     counts = torch.zeros(VOCAB, dtype=torch.long)
     for block in range(draws // 100):
-        keys = torch.from_numpy(noise_keys(block, 3, 100))
-        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, keys)
+        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, keys(block, 100))
         counts += torch.bincount(drawn, minlength=VOCAB)
     assert counts[probability == 0].sum() == 0
     likely = probability * draws >= 5
@@ -155,15 +167,15 @@ def test_a_row_does_not_see_its_neighbours(choices: list[dict[str, Any]], seed: 
     params.append(SamplingParams(temperature=0))
     logits = random_logits(len(params), seed)
     together = begin(params)
-    sampling.advance(together, logits)
+    advance(together, logits)
     for row, p in enumerate(params):
         alone = begin([p])
-        sampling.advance(alone, logits[row : row + 1])
+        advance(alone, logits[row : row + 1])
         assert alone.tokens[0, 3] == together.tokens[row, 3]
 
 
 def test_noise_is_gumbel_and_independent_between_tokens_and_positions() -> None:
-    noise = gumbel(torch.from_numpy(noise_keys(1, 0, 400)), VOCAB).double()
+    noise = gumbel(keys(1, 400), VOCAB).double()
     assert noise.isfinite().all()
     count = noise.numel()
     # Euler's constant, π²/6, and the exponential distribution that every Gumbel variable hides.
@@ -187,64 +199,99 @@ def test_noise_of_known_keys() -> None:
         x ^= x >> 16
         return -math.log(-math.log1p(-(x + 0.5) / 2**32))
 
-    keys = [0, 1, -1, 2**31 - 1, -(2**31), 123456789]
-    noise = gumbel(torch.tensor(keys, dtype=torch.int32), 50257)
-    for row, key in enumerate(keys):
+    known = [0, 1, -1, 2**31 - 1, -(2**31), 123456789]
+    noise = gumbel(torch.tensor(known, dtype=torch.int32), 50257)
+    for row, key in enumerate(known):
         for token in (0, 1, 255, 256, 50256):
             assert float(noise[row, token]) == pytest.approx(by_hand(key, token), rel=1e-4, abs=1e-4)
 
 
 def test_no_noise_makes_a_token_impossible() -> None:
     """The key whose hash for token 100 is so large that float32 rounds it up to 1."""
-    keys = torch.tensor([-2131044562 - 100], dtype=torch.int32)
-    assert gumbel(keys, VOCAB).isfinite().all()
+    unlucky = torch.tensor([-2131044562 - 100], dtype=torch.int32)
+    assert gumbel(unlucky, VOCAB).isfinite().all()
     logits = torch.zeros(1, VOCAB)
     logits[0, 100] = 1
-    state = begin([SamplingParams(temperature=1.0, top_k=1, top_p=1.0)])
-    assert sampling.choose(logits, state, keys).tolist() == [100]
+    rows = records([SamplingParams(temperature=1.0, top_k=1, top_p=1.0)])
+    assert sampling.choose(logits, rows, unlucky).tolist() == [100]
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
-    state = begin([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 500)
+    rows = records([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 500)
     logits = random_logits(1, 3).expand(500, -1)
     best = set(logits[0].topk(3).indices.tolist())
-    assert set(sampling.choose(logits, state, torch.from_numpy(noise_keys(1, 1, 500))).tolist()) == best
+    assert set(sampling.choose(logits, rows, keys(1, 500)).tolist()) == best
 
 
 def test_forced_tokens_are_taken() -> None:
-    state = State(CONFIG, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
-    state.begin([Request([1], SamplingParams(temperature=0, logprobs=0), 0, 0, 10, forced=[7, 8])])
-    state.restart()
+    slots = Slots(CONFIG, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
+    slots.admit([Request([1], SamplingParams(temperature=0, logprobs=0), 0, 0, 10, forced=[7, 8])])
     logits = random_logits(1, 5)
     for _ in range(3):
-        sampling.advance(state, logits)
-    assert state.tokens[0, :4].tolist() == [1, 7, 8, int(logits.argmax())]
-    assert state.logprob is not None
-    assert state.logprob[0, 1:3].tolist() == pytest.approx(logits.log_softmax(-1)[0, [7, 8]].tolist())
+        advance(slots, logits)
+    assert slots.tokens[0, :4].tolist() == [1, 7, 8, int(logits.argmax())]
+    assert slots.logprob is not None
+    assert slots.logprob[0, 1:3].tolist() == pytest.approx(logits.log_softmax(-1)[0, [7, 8]].tolist())
 
 
-def test_done_rows_stand_still() -> None:
-    state = begin([SamplingParams(temperature=0, max_tokens=2), SamplingParams(temperature=0, max_tokens=5)])
+def test_done_slots_stand_still() -> None:
+    slots = begin([SamplingParams(temperature=0, max_tokens=2), SamplingParams(temperature=0, max_tokens=5)])
     logits = random_logits(2, 5)
     for _ in range(4):
-        sampling.advance(state, logits)
-    assert state.length.tolist() == [5, 7]
-    assert state.done.tolist() == [True, False]
+        advance(slots, logits)
+    assert slots.length[:2].tolist() == [5, 7]
+    assert slots.done[:2].tolist() == [True, False]
 
 
-def test_end_of_text_ends_a_row_unless_ignored() -> None:
-    state = begin([SamplingParams(temperature=0), SamplingParams(temperature=0, ignore_eos=True)])
+def test_a_done_slot_keeps_its_logprobs() -> None:
+    slots = begin([SamplingParams(temperature=0, max_tokens=1, logprobs=2), SamplingParams(temperature=0, logprobs=1)])
+    advance(slots, random_logits(2, 5))
+    buffers = (slots.logprob, slots.top_logprob, slots.top_token)
+    before = [buffer[0].clone() for buffer in buffers if buffer is not None]
+    advance(slots, random_logits(2, 6))
+    assert len(before) == 3
+    assert all(torch.equal(buffer[0], kept) for buffer, kept in zip(buffers, before, strict=True) if buffer is not None)
+
+
+def test_lanes_are_any_slots_and_the_others_stay_as_they_are() -> None:
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, logprobs=2) for i in range(5)]
+    slots, logits = begin(params), random_logits(5, 7)
+    expected = begin(params)
+    advance(expected, logits)
+    sampling.advance(slots, [3, 0, 4], logits[[3, 0, 4]])
+    assert slots.length[:5].tolist() == [4, 3, 3, 4, 4]
+    for name in ("tokens", "logprob", "top_logprob", "top_token"):
+        found, right = getattr(slots, name), getattr(expected, name)
+        assert torch.equal(found[[3, 0, 4]], right[[3, 0, 4]]), name
+        assert not found[[1, 2], 3:].any(), name
+
+
+def test_end_of_text_ends_a_sequence_unless_ignored() -> None:
+    slots = begin([SamplingParams(temperature=0), SamplingParams(temperature=0, ignore_eos=True)])
     logits = torch.zeros(2, VOCAB)
     logits[:, 5] = 9
-    sampling.advance(state, logits)
-    assert state.done.tolist() == [True, False]
-    sampling.advance(state, logits)
-    assert state.length.tolist() == [4, 5]
+    advance(slots, logits)
+    assert slots.done[:2].tolist() == [True, False]
+    advance(slots, logits)
+    assert slots.length[:2].tolist() == [4, 5]
 
 
-def test_random_numbers_depend_on_seed_sample_and_position_alone() -> None:
-    long, short = noise_keys(7, 1, 100), noise_keys(7, 1, 10)
-    assert np.array_equal(long[:10], short)
-    assert not np.array_equal(noise_keys(8, 1, 10), short)
-    assert not np.array_equal(noise_keys(7, 0, 10), short)
-    assert noise_keys(2**64 - 1, 0, 4).dtype == np.int32
+def test_logits_that_are_not_finite_are_noticed() -> None:
+    slots, logits = begin([SamplingParams(temperature=0)] * 3), random_logits(3, 2)
+    logits[1, 100], logits[2] = torch.nan, -torch.inf
+    advance(slots, logits)
+    assert slots.broken[:3].tolist() == [False, True, True]
+
+
+def test_random_numbers_depend_on_seed_prompt_sample_and_position_alone() -> None:
+    params = SamplingParams(temperature=1)
+
+    def stream(seed: int, prompt: list[int], sample: int, limit: int = 9) -> int:
+        return Request(prompt, params, seed, sample, limit).stream
+
+    assert stream(7, [1, 2], 1) == stream(7, [1, 2], 1, limit=60)
+    assert len({stream(7, [1, 2], 1), stream(8, [1, 2], 1), stream(7, [1, 2], 0), stream(7, [1], 1)}) == 4
+    long, short = keys(stream(7, [1], 1), 100), keys(stream(7, [1], 1), 10)
+    assert torch.equal(long[:10], short)
+    assert not torch.equal(keys(stream(8, [1], 1), 10), short)
+    assert keys(2**64 - 1, 4).dtype == torch.int32

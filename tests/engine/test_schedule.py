@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import SMALL
+from tests.engine.running import run
 from warpline import LLM, SamplingParams
-from warpline.engine import prompts as passes
-from warpline.engine import schedule
-from warpline.engine.executor import create
-from warpline.engine.kernels_exec import KernelsExecutor
-from warpline.engine.schedule import block_parameters, buffers, decode_step, head_parameters
-from warpline.engine.state import Request, State
+from warpline.engine.executors import create
+from warpline.engine.executors.graph import prompts as passes
+from warpline.engine.executors.graph import schedule
+from warpline.engine.executors.graph.kernels import KernelsExecutor
+from warpline.engine.executors.graph.schedule import End, block_parameters, buffers, decode_step, head_parameters
+from warpline.engine.request import Request, Span
+from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 from warpline.model.weights import load
 
@@ -61,7 +63,7 @@ def test_tokens_equal_torchs(pair: tuple[LLM, LLM], count: int, params: Sampling
     ],
 )
 def test_a_padded_vocabulary_changes_nothing(pair: tuple[LLM, LLM], params: SamplingParams) -> None:
-    assert decode_step(load(SMALL), 10, "logits")[-1].inputs[1] == "padded_head.weight"
+    assert decode_step(load(SMALL), 10, End.DRAWN)[-3].inputs[1] == "padded_head.weight"
     found, expected = (llm.generate(prompts(10), params) for llm in pair)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     if params.logprobs is not None:
@@ -75,7 +77,7 @@ def test_tokens_where_products_standardise_their_rows(
 ) -> None:
     monkeypatch.setattr(schedule, "runs_at_once", lambda *_: True)
     ours, params = LLM(SMALL, device="cpu", executor="kernels"), SamplingParams(temperature=0, max_tokens=9)
-    ops = {step.op for step in decode_step(load(SMALL), batch, "likeliest")}
+    ops = {step.op for step in decode_step(load(SMALL), batch, End.LIKELIEST)}
     assert {"row_statistics", "standard_matmul_bias", "standard_matmul_bias_gelu", "group_matmul_bias_residual"} <= ops
     assert ops.isdisjoint({"residual_layernorm", "matmul_bias_gelu"})
     found, expected = (llm.generate(prompts(batch), params) for llm in (ours, pair[1]))
@@ -86,20 +88,15 @@ def test_window_and_end_of_text() -> None:
     weights = load(SMALL)
     weights = replace(weights, config=replace(weights.config, window=5))
 
-    def run(name: str, eos: int | None) -> tuple[list[list[int]], list[bool]]:
+    def written(name: str, eos: int | None) -> list[list[int]]:
         changed = replace(weights, config=replace(weights.config, eos_token_id=eos))
-        executor = create(name, changed, CPU, "fp32")
         params = SamplingParams(temperature=0, max_tokens=30)
-        state = executor.allocate(2, 50)
-        state.begin([Request(prompt, params, 0, i, 45) for i, prompt in enumerate(prompts(2))])
-        executor.prefill(state)
-        executor.decode(state, 40)
-        return [state.tokens[i, : int(n)].tolist() for i, n in enumerate(state.length)], state.done.tolist()
+        return run(create(name, changed, CPU, "fp32"), [Request(p, params, 0, i, 45) for i, p in enumerate(prompts(2))])
 
-    free, _ = run("torch", None)
-    assert run("kernels", None)[0] == free
+    free = written("torch", None)
+    assert written("kernels", None) == free
     eos = free[0][-6]
-    assert run("kernels", eos) == run("torch", eos)
+    assert written("kernels", eos) == written("torch", eos)
 
 
 @pytest.mark.parametrize(("batch", "at_once"), [(1, False), (8, False), (9, False), (9, True)])
@@ -107,10 +104,10 @@ def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.
     """What a step reads is a parameter, state, or written before; what it writes has room."""
     monkeypatch.setattr(schedule, "runs_at_once", lambda *_: at_once)
     weights = load(SMALL)
-    state = State(weights.config, batch, 20, device=CPU, dtype=torch.float32)
-    named = buffers(weights, state, batch)
+    slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.float32)
+    named = buffers(weights, slots, slots.crossing.select(range(batch), batch))
     parameters = {**block_parameters(weights, batch), **head_parameters(weights, batch)}
-    for end in ("likeliest", "drawn", "logits"):
+    for end in (End.LIKELIEST, End.DRAWN):
         written: set[int] = set()
         for step in decode_step(weights, batch, end):
             spec = step.spec
@@ -119,7 +116,7 @@ def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.
                 assert tuple(named[name].shape) == buffer.shape(dims), (step.op, name)
                 written.add(named[name].untyped_storage().data_ptr())
             for name in step.inputs:
-                fixed = name in parameters or hasattr(state, name) or name.endswith((".k", ".v"))
+                fixed = name in parameters or name == "lanes" or hasattr(slots, name) or name.endswith((".k", ".v"))
                 assert fixed or named[name].untyped_storage().data_ptr() in written, (step.op, name)
 
 
@@ -129,37 +126,44 @@ def test_it_cannot_run_every_model() -> None:
         create("kernels", weights, CPU, "fp32")
 
 
-def test_a_state_goes_when_nobody_holds_it() -> None:
-    """What executors keep with it must not hold it: the next one may need the memory at once."""
-    executor = create("kernels", load(SMALL), torch.device("cpu"), "fp32")
-    state = executor.allocate(1, 16)
-    state.begin([Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4), 0, 0, 7)])
-    executor.prefill(state)
-    executor.decode(state, 2)
-    gone = weakref.ref(state)
-    gc.disable()
-    try:
-        del state
-        assert gone() is None
-    finally:
-        gc.enable()
+def test_slots_go_when_nothing_holds_them() -> None:
+    """What executors keep for them must not hold them: the next ones may need the memory at once."""
+    for name in ("kernels", "torch", "cpu"):
+        executor = create(name, load(SMALL), torch.device("cpu"), "fp32")
+        slots = executor.allocate(1, 16)
+        lanes = slots.admit([Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4), 0, 0, 7)])
+        executor.prefill(slots, [Span(lanes[0], 0, 3, tuple(lanes))])
+        executor.decode(slots, lanes, 2)
+        gone = weakref.ref(slots)
+        gc.disable()
+        try:
+            del slots
+            assert gone() is None, name
+        finally:
+            gc.enable()
 
 
 def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "MOST_KEPT", 64)
     weights = load(SMALL)
     ours, theirs = KernelsExecutor(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32")
-    states = [executor.allocate(2, 60) for executor in (ours, theirs)]
+    slots = [executor.allocate(2, 60) for executor in (ours, theirs)]
     rng = random.Random(1)
     for length in (8, 16, 30, 8, 50, 8, 16):
         requests = [Request([rng.randrange(9) for _ in range(length)], SamplingParams(temperature=0), 0, 0, 60)]
-        for executor, state in zip((ours, theirs), states, strict=True):
-            state.begin(requests)
-            executor.prefill(state)
-        assert states[0].tokens.tolist() == states[1].tokens.tolist()
-        kept = [batch * length for batch, length, _ in states[0].kept[ours._prompts]]
+        written = [run(e, requests, slots=s) for e, s in zip((ours, theirs), slots, strict=True)]
+        assert written[0] == written[1]
+        kept = [rows for rows, *_ in ours.prompts._passes[slots[0]]]
         assert sum(kept) <= 64 or len(kept) == 1
-    assert [length for _, length, _ in states[0].kept[ours._prompts]] == [8, 16]
+    assert kept == [8, 16]
+
+
+@given(rows=st.integers(1, 40_000), count=st.integers(1, 700))
+def test_passes_have_room(rows: int, count: int) -> None:
+    assert rows <= passes.rounded_rows(rows) <= max(8, 2 * rows)
+    assert rows <= 1024 or passes.rounded_rows(rows) <= 1.25 * rows
+    assert count <= passes.rounded_sequences(count) <= max(2 * count, count + 63)
+    assert len({passes.rounded_rows(n) for n in range(1, 16_385)}) < 40
 
 
 @given(count=st.integers(1, 400))

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from warpline.engine.persistent_exec import PersistentExecutor
-from warpline.engine.state import State
-from warpline.engine.tape import record
+from warpline.engine.executors.persistent.executor import PersistentExecutor
+from warpline.engine.executors.persistent.tape import record
+from warpline.engine.slots import Slots
 from warpline.kernels.persistent import PAUSES, STAGES, UNIT, Arguments, Extents, Plan, plan
 from warpline.model.weights import load
 
@@ -135,9 +135,8 @@ def test_a_launch_is_given_everything_that_the_kernel_takes() -> None:
     extents = Extents("fp32", 64, 256, 2, 1, 99, rows=1, blocks=3, arch="sm_90")
     executor.config, executor._tapes = weights.config, record(weights, plan(extents))
     executor._wte, executor._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
-    executor._fault = torch.zeros(1, dtype=torch.int32)
-    state = State(weights.config, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
-    given = {*executor._tensors(state), *executor._numbers(state)}
-    with_every_launch = {"words", "count", "tag", "logits", "patience", "stamps"}
+    slots = Slots(weights.config, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
+    given = {*executor._tensors(slots), *executor._numbers(slots)}
+    with_every_launch = {"lanes", "words", "count", "tag", "logits", "patience", "stamps"}
     assert given | with_every_launch == {name for name, *_ in Arguments._fields_}
     assert not given & with_every_launch

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.test_persistent import GPU, GREEDY, run
+from warpline import LLM, SamplingParams
 from warpline.bench.oracle import Oracle
-from warpline.engine.executor import create
-from warpline.engine.state import Request
+from warpline.engine.executors import create
+from warpline.engine.request import Request
 from warpline.model.weights import Weights, load
 
 PROMPTS, NEW = 50, 200
@@ -31,7 +34,7 @@ def asked(weights: Weights) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(weights: Weights, asked: list[Request]) -> list[list[int]]:
-    return run(create("torch", weights, GPU, "fp32"), asked)[0]
+    return run(create("torch", weights, GPU, "fp32"), asked)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_fifty_prompts_of_200_tokens(
 ) -> None:
     executor, found = create(name, weights, GPU, "fp32"), []
     for first in range(0, PROMPTS, batch):
-        found += run(executor, asked[first : first + batch])[0]
+        found += run(executor, asked[first : first + batch])
     different = [i for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)) if ours != theirs]
     assert len(different) <= 2, "only where the two likeliest tokens tie to the last bits may they differ"
     for i in different:
@@ -58,19 +61,44 @@ def test_half_a_million_tokens_each(name: str, batch: int, new: int, rounds: int
     executor = create(name, weights, GPU, "fp16")
     rng = random.Random(1)
     prompts = [[rng.randrange(weights.config.vocab_size) for _ in range(16)] for _ in range(batch)]
-    state = executor.allocate(batch, 16 + new)
+    slots = executor.allocate(batch, 16 + new)
+    asked = [Request(prompt, GREEDY, 0, i, 16 + new) for i, prompt in enumerate(prompts)]
     first, used = None, 0
     for i in range(rounds):
-        state.begin([Request(prompt, GREEDY, 0, i, 16 + new) for i, prompt in enumerate(prompts)])
-        executor.prefill(state)
-        for _ in range(0, new - 1, 100):
-            executor.decode(state, 100)
-        torch.cuda.synchronize()
-        executor.check()
-        assert not state.broken.any()
-        assert state.length.tolist() == [16 + new] * batch
-        first = state.tokens.clone() if first is None else first
-        assert torch.equal(state.tokens, first)
+        found = run(executor, asked, chunk=100, slots=slots)
+        assert {len(tokens) for tokens in found} == {16 + new}
+        first = found if first is None else first
+        assert found == first
         if i == 3:
             used = torch.cuda.memory_allocated()
     assert torch.cuda.memory_allocated() <= used
+
+
+def test_a_million_tokens_of_sequences_that_come_and_go() -> None:
+    """Neither the device's memory nor the host's grows."""
+    llm = LLM("random:gpt2", device="cuda", max_batch=64)
+    rng = random.Random(4)
+
+    def batch(count: int) -> None:
+        prompts = [[rng.randrange(50257) for _ in range(rng.randint(1, 300))] for _ in range(count)]
+        params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 400), ignore_eos=True) for _ in prompts]
+        handles = [llm.submit(prompt, its) for prompt, its in zip(prompts[::4], params[::4], strict=True)]
+        llm.generate(prompts, params)
+        for handle in handles:
+            handle.cancel()
+
+    while llm.engine.stats.tokens < 250_000:
+        batch(200)
+    gc.collect()
+    here, there = resident_bytes(), torch.cuda.memory_allocated()
+    while llm.engine.stats.tokens < 1_250_000:
+        batch(200)
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= there + 2**20 * 64  # passes of sizes that had not come before
+    assert resident_bytes() <= here + 2**20 * 128
+    assert llm.engine.free == 64
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,8 @@ from tests.gpu.test_persistent import GPU, requests, run
 from warpline import LLM, SamplingParams
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
-from warpline.engine.bind import MOST_OWN_ROWS
-from warpline.engine.executor import create
+from warpline.engine.executors import create
+from warpline.engine.executors.graph.bind import MOST_OWN_ROWS
 from warpline.model.weights import load
 
 NAMES = pytest.mark.parametrize("name", ["kernels", "graph", "auto"])
@@ -25,10 +24,10 @@ NAMES = pytest.mark.parametrize("name", ["kernels", "graph", "auto"])
 def test_fp32_tokens_equal_torchs(name: str, lengths: list[int]) -> None:
     weights = load(SMALL, device="cuda")
     asked = requests(weights, lengths, 24)
-    expected, _ = run(create("torch", weights, GPU, "fp32"), asked)
+    expected = run(create("torch", weights, GPU, "fp32"), asked)
     ours = create(name, weights, GPU, "fp32")
-    assert run(ours, asked)[0] == expected
-    assert run(ours, asked, chunk=5)[0] == expected
+    assert run(ours, asked) == expected
+    assert run(ours, asked, chunk=5) == expected
 
 
 @NAMES
@@ -36,7 +35,7 @@ def test_fp32_tokens_equal_torchs(name: str, lengths: list[int]) -> None:
 def test_fp32_tokens_of_gpt2(name: str, lengths: list[int], new: int) -> None:
     weights = load("random:gpt2", device="cuda")
     asked = requests(weights, lengths, new)
-    assert run(create(name, weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+    assert run(create(name, weights, GPU, "fp32"), asked) == run(create("torch", weights, GPU, "fp32"), asked)
 
 
 @NAMES
@@ -46,10 +45,10 @@ def test_half_precision_is_judged_right(name: str, dtype: str, batch: int) -> No
     weights = load("random:gpt2", dtype=dtype, device="cuda")
     asked = requests(weights, [30] * batch, 30)
     executor = create(name, weights, GPU, dtype)
-    found, _ = run(executor, asked)
+    found = run(executor, asked)
     ids = torch.tensor(found, device=GPU)
     assert Oracle(weights).judge(ids[:, :30], ids[:, 30:], dtype).right
-    assert run(executor, asked)[0] == found
+    assert run(executor, asked) == found
 
 
 @NAMES
@@ -64,7 +63,7 @@ def test_half_precision_is_judged_right(name: str, dtype: str, batch: int) -> No
 def test_sampling_draws_what_torch_draws(name: str, params: Params) -> None:
     weights = load(SMALL, device="cuda")
     asked = requests(weights, [8, 20], 40, params)
-    assert run(create(name, weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+    assert run(create(name, weights, GPU, "fp32"), asked) == run(create("torch", weights, GPU, "fp32"), asked)
 
 
 @NAMES
@@ -72,7 +71,7 @@ def test_window(name: str) -> None:
     weights = load(SMALL, device="cuda")
     weights = replace(weights, config=replace(weights.config, window=7))
     asked = requests(weights, [30, 50], 40)
-    assert run(create(name, weights, GPU, "fp32"), asked)[0] == run(create("torch", weights, GPU, "fp32"), asked)[0]
+    assert run(create(name, weights, GPU, "fp32"), asked) == run(create("torch", weights, GPU, "fp32"), asked)
 
 
 @pytest.mark.parametrize(
@@ -87,25 +86,12 @@ def test_window(name: str) -> None:
 def test_a_library_computes_the_logits_of_many(params: Params) -> None:
     weights = load(SMALL, device="cuda")
     asked = requests(weights, [3 + i % 5 for i in range(MOST_OWN_ROWS + 2)], 12, params)
-    found, _ = run(create("graph", weights, GPU, "fp32"), asked)
-    assert found == run(create("torch", weights, GPU, "fp32"), asked)[0]
-
-
-def test_a_new_thread_takes_prompts_from_the_device() -> None:
-    weights = load(SMALL, device="cuda")
-    executor = create("graph", weights, GPU, "fp32")
-    asked = requests(weights, [9, 30], 12)
-    there = [one._replace(prompt=torch.tensor(one.prompt, device=GPU)) for one in asked]
-    expected, state = run(executor, asked)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(state.begin, there).result()
-    executor.prefill(state)
-    executor.decode(state, 11)
-    assert [state.tokens[i, : len(row)].tolist() for i, row in enumerate(expected)] == expected
+    found = run(create("graph", weights, GPU, "fp32"), asked)
+    assert found == run(create("torch", weights, GPU, "fp32"), asked)
 
 
 @NAMES
-def test_states_come_and_go(name: str) -> None:
+def test_slots_serve_any_number(name: str) -> None:
     llm = LLM(SMALL, device="cuda", dtype="fp32", executor=name)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompts = [[i, i + 1] for i in range(40)]

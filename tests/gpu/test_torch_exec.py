@@ -95,10 +95,10 @@ def test_survey_sees_the_gpu() -> None:
 def test_out_of_memory_is_one_line() -> None:
     from warpline.errors import DeviceError
 
+    small = "random:n_layer=1,n_head=1,n_embd=64,n_positions=100"
+    llm = LLM(small, device="cuda", executor="torch", max_batch=100_000_000)
     with pytest.raises(DeviceError, match="not enough free memory"):
-        LLM("random:n_layer=1,n_head=1,n_embd=64,n_positions=100", device="cuda", executor="torch")._borrow(
-            100_000_000, 100
-        )
+        llm.generate([1], GREEDY)
 
 
 def test_weights_load_onto_the_gpu() -> None:

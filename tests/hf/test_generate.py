@@ -71,10 +71,10 @@ def test_left_padding(model: Any, ids: Tensor) -> None:
 
 
 def test_many_rows_in_turns(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "MOST_ROWS", 2)
+    monkeypatch.setattr(runners, "MOST_SEQUENCES", 2)
     ids = random_ids(5, 6)
     assert compare(model, ids, attention_mask=torch.ones_like(ids), **GREEDY).calls == {"engine": 1}
-    longer = random_ids(3, 40)  # the state grows
+    longer = random_ids(3, 40)  # and more of them at once
     expected = model.generate(longer, attention_mask=torch.ones_like(longer), **GREEDY)
     whf.unpatch(model)
     assert torch.equal(model.generate(longer, attention_mask=torch.ones_like(longer), **GREEDY), expected)

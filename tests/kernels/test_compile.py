@@ -240,11 +240,13 @@ def test_bf16_is_not_compiled_for_turing() -> None:
 
 
 def test_only_what_is_touched_counts_as_moved() -> None:
-    last = find("last_rows").bytes({"rows": 3, "length": 1024, "columns": 8}, "fp16")
-    assert last == 3 * 8 * 2 * 4 + 3 * 8  # two rows in and two out for each sequence, and its length
-    few, many = ({"sequences": 1, "capacity": 40, "vocab": 50, "columns": 8, "length": n} for n in (5, 40))
+    last = find("last_rows").bytes({"rows": 1024, "lanes": 3, "columns": 8}, "fp16")
+    assert last == 3 * 8 * 2 * 4 + 3 * 8  # two rows in and two out for each lane, and which it is
+    few, many = ({"slots": 9, "capacity": 40, "vocab": 50, "places": 50, "columns": 8, "rows": n} for n in (5, 40))
     found = [find("prompt_embedding").bytes(dims, "fp32") for dims in (few, many)]
-    assert found == [5 * 8 + 3 * 5 * 8 * 4, 40 * 8 + 3 * 40 * 8 * 4]
+    assert found == [3 * 5 * 8 + 3 * 5 * 8 * 4, 3 * 40 * 8 + 3 * 40 * 8 * 4]
+    alone, beside = ({"batch": 2, "heads": 3, "positions": 5, "depth": 8, "slots": slots} for slots in (2, 9))
+    assert find("append_attention").bytes(alone, "fp16") == find("append_attention").bytes(beside, "fp16")
     small = {"rows": 9, "columns": 1, "vocab": 2, "places": 3}  # a row asked for twice moves once
     assert find("embedding").bytes(small, "fp32") == 2 * 9 * 8 + 4 * (2 + 3 + 9)
 
@@ -262,7 +264,7 @@ GPT2 = [
     ("matvec_bias_residual", {"rows": 1, "outputs": 768, "inputs": 768}),
     ("layernorm_matvec_bias_gelu", {"rows": 1, "outputs": 3072, "inputs": 768}),
     ("matvec_bias_residual", {"rows": 1, "outputs": 768, "inputs": 3072}),
-    ("decode_attention", {"batch": 1, "heads": 12, "slots": 1024, "depth": 64}),
+    ("decode_attention", {"batch": 1, "heads": 12, "positions": 1024, "depth": 64}),
     ("head_argmax", {"rows": 1, "outputs": 50257, "inputs": 768}),
     ("matvec", {"rows": 1, "outputs": 50257, "inputs": 768}),
     ("sample", {"rows": 1, "vocab": 50257, "capacity": 1024}),

@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_to_costs_time_only(
     assert "every start compiles again: set WARPLINE_CACHE_DIR" in caplog.text
 
 
-def test_who_goes_before_it_is_compiled_leaves_it_to_the_next(folder: Path) -> None:
+def test_a_process_that_ends_before_it_is_compiled_leaves_it_to_the_next(folder: Path) -> None:
     words = f"import os; from warpline.kernels.cpu.library import Build; Build(*{NAMES}); os._exit(0)"
     subprocess.run([sys.executable, "-c", words], check=True, env=dict(os.environ), timeout=100)
     deadline = time.monotonic() + 200

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpline.engine.bind import blocks_at_once
+from warpline.engine.executors.graph.bind import blocks_at_once
 from warpline.hardware import ARCH_LIMITS
 from warpline.kernels import launch, tensor_map
 from warpline.kernels.catalog import CATALOG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,20 +125,38 @@ def test_window_agrees_with_masked_transformers(window: int) -> None:
         assert (cached_logits(model, ids, [40, *[1] * 25]) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("slots", [None, [0, 1, 2], [4, 0, 3]])
 @torch.no_grad()
-def test_ragged_batch_in_one_cache() -> None:
-    """Rows at different positions of one cache see their own past and nothing else."""
+def test_ragged_batch_in_one_cache(slots: list[int] | None) -> None:
+    """Sequences at different positions of one cache see their own past and nothing else."""
     weights = make_weights(CONFIGS["small"], std=0.05)
     model = make_model(weights)
     ids = random_ids(weights.config, 3, 20)
     lengths = torch.tensor([4, 11, 19])
     cache = KVCache(weights.config, 5, 32, device=ids.device, dtype=torch.float32)
-    logits = model(ids[:, :19], cache=cache, span=19, last=lengths - 1)
-    step = model(ids.gather(1, lengths[:, None]), cache=cache, start=lengths, span=20)[:, 0]
+    where = None if slots is None else torch.tensor(slots)
+    logits = model(ids[:, :19], cache=cache, span=19, last=lengths - 1, slots=where)
+    step = model(ids.gather(1, lengths[:, None]), cache=cache, start=lengths, span=20, slots=where)[:, 0]
+    used = cache.k.abs().amax(dim=(0, 2, 3, 4)) > 0
+    assert used.nonzero().flatten().tolist() == sorted(slots or [0, 1, 2])
     for row, length in enumerate(lengths.tolist()):
         alone = model(ids[row : row + 1, : length + 1])[0]
         assert (logits[row] - alone[length - 1]).abs().max() < 1e-4
         assert (step[row] - alone[length]).abs().max() < 1e-4
+
+
+def test_a_cache_takes_no_memory_before_it_is_used() -> None:
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    before = resident()
+    cache = KVCache(FAMILY["gpt2"][1], 8, 1024, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert cache.k.nbytes + cache.v.nbytes > 300e6
+    assert resident() - before < 30e6
+    assert not cache.k[3, 5, 2].any()
+    cache.k[:, 5] = 1
+    assert int(cache.k.sum(dtype=torch.float32)) == cache.k[:, 5].numel()
 
 
 def test_model_compiles_without_graph_breaks() -> None:

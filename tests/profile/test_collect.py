@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,10 @@ import torch
 from tests.conftest import SMALL
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.ours import OnKernels
+from warpline.bench.methods.ours import CPU_CALL
 from warpline.bench.methods.static_kv import StaticKVCompiled
-from warpline.engine import schedule
-from warpline.engine.kernels_exec import KernelsExecutor
-from warpline.engine.schedule import decode_step
+from warpline.engine.executors.graph import schedule
+from warpline.engine.executors.graph.schedule import End, decode_step
 from warpline.errors import ConfigError
 from warpline.model import cost, observe
 from warpline.model.weights import load
@@ -26,7 +26,7 @@ from warpline.profile import stamps, tree
 from warpline.profile.classify import classes
 from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_spans
 from warpline.profile.events import aggregate
-from warpline.profile.instruments import CPU_DECODE, placed, reason_against, sequencer_of, watched
+from warpline.profile.instruments import placed, reason_against, sequencer_of, watched
 from warpline.profile.names import BLOCKS, op_path
 from warpline.profile.order import by_products
 from warpline.profile.roofline import points
@@ -51,10 +51,12 @@ def wish(method: str, **changes: Any) -> Wish:
     return Wish(method=method, **usual | changes)
 
 
-def made(name: str, one: Wish) -> tuple[Method, torch.Tensor]:
+def made(name: str, one: Wish) -> tuple[Method, Any]:
+    """A method, and prompts as it takes them."""
     weights = load(SMALL)
     prompts = torch.randint(weights.config.vocab_size, (one.batch, one.context))
-    return methods.find(name)(weights, one.case, CPU), prompts
+    method = methods.find(name)(weights, one.case, CPU)
+    return method, method.given(prompts)
 
 
 @pytest.mark.parametrize("name", ["naive", "torch", "hf-eager", "hf-sdpa", "static-kv"])
@@ -117,9 +119,8 @@ def test_the_cpu_executor_is_one_call_with_the_price_of_the_model(name: str, dty
     session = collect(wish(name, dtype=dtype))
     assert (session.method, session.dtype) == (name, dtype)
     for phase in session.phases:
-        call = [row for row in phase.kernels if row.name == CPU_DECODE]
-        whole_prompt = dtype == "fp32" and phase.name == "prefill"  # which is torch's altogether
-        assert [row.calls for row in call] == ([] if whole_prompt else [1])
+        call = [row for row in phase.kernels if row.name == CPU_CALL.format(phase.name)]
+        assert [row.calls for row in call] == [1]
         assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
         assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
     decode = session.phase("decode")
@@ -133,7 +134,7 @@ def test_the_cpu_executor_is_one_call_with_the_price_of_the_model(name: str, dty
     assert verdict(session, decode)
 
 
-@pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv", "cpu"])
+@pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv", "cpu", "kernels"])
 def test_nothing_stays_behind(name: str) -> None:
     one = wish(name)
     method, prompts = made(name, one)
@@ -153,7 +154,7 @@ def test_nothing_stays_behind(name: str) -> None:
         assert torch.equal(method.generate(prompts, 5), expected)
     assert len(marks) == 5
     seen = len(paths)
-    assert seen or name == "static-kv"
+    assert seen or name in ("static-kv", "kernels")
     assert observe._observer is None
     assert torch.equal(method.generate(prompts, 5), expected)
     assert (len(marks), len(paths)) == (5, seen)
@@ -184,6 +185,21 @@ def test_what_cannot_be_profiled_says_why() -> None:
     with pytest.raises(ConfigError, match="runs on cuda only"):
         collect(wish("graph"))
     assert "outside of torch" in str(reason_against(methods.find("ctranslate2")))
+    assert "profile that executor" in str(reason_against(methods.find("warpline")))
+    method, _ = made("warpline", wish("warpline"))
+    with pytest.raises(ConfigError, match="profile that executor"):
+        watched(method, lambda: None, lambda _: pytest.fail("nothing is seen"))
+
+
+def test_passes_over_one_prompt_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = wish("torch", batch=2)
+    method, given = made("torch", one)
+    monkeypatch.setattr(method._executor, "prompt_tokens", 7)  # type: ignore[attr-defined]
+    marks: list[int] = []
+    with watched(method, lambda: marks.append(1), lambda _: nullcontext()):
+        for _ in range(2):
+            method.generate(given, 3)
+    assert len(marks) == 2 * 3
 
 
 # --- the GPU's side, on made-up events --------------------------------------------------------------------------------
@@ -266,9 +282,9 @@ def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("batch", "whole"), [(1, True), (64, False), (64, True)])
 def test_kernels_are_placed_by_the_schedule(batch: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "is_whole", lambda *_: whole)  # as the GPU has it that can, or cannot
+    monkeypatch.setattr(schedule, "runs_at_once", lambda *_: whole)  # as the GPU has it that can, or cannot
     weights = load(SMALL)
-    steps = decode_step(weights, batch, "likeliest")
+    steps = decode_step(weights, batch, End.LIKELIEST)
     ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
     names = [f"warpline_{step.op}" for step in steps]
     found = placed(names, ops)
@@ -291,14 +307,9 @@ def test_tables_of_an_executor_that_ran(batch: int, phase: str) -> None:
     with watched(method, lambda: marks.append(1), lambda _: pytest.fail("there are no spans")):
         method.generate(prompts, 3)
     assert len(marks) == 3
-    assert isinstance(method, OnKernels)
-    executor, state = method._executor, method._state
-    assert isinstance(executor, KernelsExecutor)
-    assert state is not None
-    if phase == "prefill":
-        ops = [bound.spec.name for bound in list(state.kept[executor._prompts].values())[-1].bound]
-    else:
-        ops = [step.op for step in decode_step(executor._weights, batch, state.needs.end)]
+    table = method.table(phase)
+    assert table is not None
+    ops = [step.op for step in table]
     sequencer = sequencer_of(method, phase)
     assert sequencer is not None
     found = [path for path in sequencer([f"warpline_{op}" for op in ops]) if path is not None]
@@ -343,6 +354,7 @@ def test_copies_are_the_steps_own() -> None:
     ops = [("layernorm", ("a",)), ("matmul", ("b",))]
     names = ["Memcpy HtoD", "warpline_layernorm", "gemm", "Memset (Device)"]
     assert placed(names, ops) == [(), ("a",), ("b",), ()]
+    assert placed(["warpline_admit", *names, "warpline_report"], ops) == [(), (), ("a",), ("b",), (), ()]
     assert placed(["CatArrayBatchedCopy", *names], ops) == [(), (), ("a",), ("b",), ()]
     assert by_products(["Memcpy DtoD", *["gemm"] * 9], 2)[:2] == [(), ("h.0", "attention", "QKV projection")]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,8 +12,11 @@ import torch
 from tests.conftest import SMALL
 from warpline.bench import methods
 from warpline.bench.methods.ours import OnPersistent
-from warpline.engine.persistent_exec import PersistentExecutor
-from warpline.kernels.persistent import Extents
+from warpline.engine import executors
+from warpline.engine.executors.base import Executor
+from warpline.engine.executors.persistent.executor import PersistentExecutor
+from warpline.engine.request import Span
+from warpline.engine.slots import Slots
 from warpline.model.weights import load, read_config
 from warpline.profile import collect as recording
 from warpline.profile import stamps, tree
@@ -44,8 +47,9 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = load(SMALL)
     prompts = torch.randint(weights.config.vocab_size, (1, 12))
     method = methods.find("torch")(weights, one.case, torch.device("cpu"))
-    method.generate(prompts, one.case.new)
-    events = recording._by_events(method, prompts, one.case.new, 1)
+    given = method.given(prompts)
+    method.generate(given, one.case.new)
+    events = recording._by_events(method, given, one.case.new, 1)
     found = aggregate(events, expected=one.case.new, skip=3, on_gpu=True)
     assert len(found.steps) == 4
     paths = {row.path for row in found.spans}
@@ -55,38 +59,46 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.unplaced == 0
 
 
-def test_stamps_are_asked_for_and_taken_away_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
-    config = read_config(SMALL)
-    extents = Extents(
-        dtype="fp16", width=64, inner=256, heads=4, layers=3, vocab=config.vocab_size, rows=1, blocks=5, arch="sm_90"
-    )
-    executor = object.__new__(PersistentExecutor)
-    executor.config, executor.extents, executor.device = config, extents, torch.device("cpu")
-    executor.stamps = None
+    config, count = read_config(SMALL), len(stamps.stages(3))
     asked: list[tuple[int, int]] = []
 
-    def decode(_: Any, n: int) -> None:
-        """A launch whose blocks stamp every stage, the third of a layer taking as long as the others together."""
-        asked.append((n, executor.extents.stamped_tokens))
-        assert executor.stamps is not None
-        count = len(stamps.stages(3))
-        assert executor.stamps.shape == (5, executor.extents.stamped_tokens * count)
-        long = torch.tensor([8 if i % 9 == 2 and i < 27 else 1 for i in range(count)])
-        executor.stamps[:] = long.repeat(executor.extents.stamped_tokens).cumsum(0)
-        time.sleep(0.001 * n)
+    class Stamping(PersistentExecutor):
+        """Launches that only stamp: five blocks, the third stage of a layer as long as the others together."""
 
-    monkeypatch.setattr(PersistentExecutor, "_decode", lambda _, state, n: decode(state, n))
+        def __init__(self) -> None:
+            Executor.__init__(self, load(SMALL), torch.device("cpu"), "fp16")
+            self.tokens = 0
 
-    def generate(_: Any, new: int) -> None:
-        time.sleep(0.02)  # a prompt, which does not count
-        executor._decode(cast(Any, None), new - 1)
+        @contextmanager
+        def stamped(self, tokens: int) -> Iterator[torch.Tensor]:
+            self.tokens, self.clocks = tokens, torch.zeros(5, tokens * count, dtype=torch.int64)
+            yield self.clocks
+            self.tokens = 0
 
-    method = cast(OnPersistent, SimpleNamespace(_executor=executor, generate=generate))
-    phase = stamps.decode_phase(method, torch.zeros(1, 4), 6, 1000.0, Work(1, 4, 1, naive=False))
-    assert set(asked) == {(7, 7)}
-    assert (executor.extents, executor.stamps) == (extents, None)
-    assert "_decode" not in vars(executor)
+        def allocate(self, count: int, capacity: int) -> Slots:
+            return Slots(config, count, capacity, device=self.device, dtype=torch.float32)
+
+        def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:
+            pass
+
+        def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
+            time.sleep(0.02)  # does not count
+
+        def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
+            asked.append((n, self.tokens))
+            long = torch.tensor([8 if i % 9 == 2 and i < 27 else 1 for i in range(count)])
+            self.clocks[:] = long.repeat(self.tokens).cumsum(0)
+            time.sleep(0.001 * n)
+
+    one = Wish(method="persistent", model=SMALL, dtype="fp16", device="cpu", context=4, steps=6)
+    monkeypatch.setattr(executors, "create", lambda *_: Stamping())
+    method = OnPersistent(load(SMALL), one.case, torch.device("cpu"))
+    found = method.stamped(method.given(torch.zeros(1, 4, dtype=torch.int64)), 7, stamps.RUNS)
+    assert asked == [(7, 7)] * (1 + stamps.RUNS)
+    assert len(found.us) == stamps.RUNS
+    phase = stamps.decode_phase(found, 3, 6, 1000.0, Work(1, 4, 1, naive=False))
     assert phase.step_us == pytest.approx(1000, rel=0.5)
     root = tree.build(phase)
     assert root.us == pytest.approx(phase.step_us, rel=0.02)

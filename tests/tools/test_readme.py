@@ -14,7 +14,6 @@ from tools import benchmarks, ladders, profiles
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import ladder_report, rows
 from warpline.cli.profile import kept_name
-from warpline.engine import speeds
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.ladder.rung import Ladder
 from warpline.profile.session import read, save
@@ -43,10 +42,32 @@ def test_pictures_are_not_stale() -> None:
     assert not [name for name, (_, rows) in wanted.items() if benchmarks.is_stale(name, rows)], "run: make readme"
 
 
-def test_shipped_speeds_are_not_stale() -> None:
-    wanted = benchmarks.shipped()
-    assert {*speeds.SHIPPED.glob("*.json")} == {*wanted}, "run: make readme"
-    assert all(path.read_text(encoding="utf-8") == text for path, text in wanted.items()), "run: make readme"
+def test_the_readme_shows_what_a_user_calls_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest run with it, its row first, and many requests at once; before there is one, the newest with what all
+    are compared with."""
+    real = benchmarks.recorded()
+    machine, model, dtype = benchmarks.SHOWN
+    shown = [
+        r
+        for r in benchmarks.machines()[machine]
+        if (r["workload"], r["model"], r["dtype"]) == ("reference", model, dtype)
+    ]
+    before = next(row for row in shown if row["method"] == "naive")
+    assert shown[0]["method"] in ("naive", "warpline")
+
+    def row(method: str, day: int, **changes: object) -> dict[str, object]:
+        return before | {"method": method, "time": f"2100-01-{day:02}"} | changes
+
+    many = {"workload": "throughput", "kind": "throughput", "batch": 1024, "prompt": 225, "new": 202}
+    figures = {"requests_per_second": 500.0, "mean_lanes": 200.0, "idle_share": 0.01}
+    added = [row("warpline", 1), row("naive", 1), row("naive", 2), row("warpline", 3, status="failed", why="x")]
+    added += [row("warpline", 4, **many, **figures), row("hf-sdpa", 4, **many, padded_batch=64)]
+    monkeypatch.setattr(benchmarks, "recorded", lambda: real | {machine: [*real[machine], *added]})
+    text = benchmarks.summary()
+    assert "1,024 requests of about 225 + 202 tokens" in text
+    lines = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert lines[2:3] == ["| warpline"]
+    assert "64 padded" in text
 
 
 def test_climbs_are_not_stale() -> None:

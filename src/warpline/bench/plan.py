@@ -3,8 +3,12 @@ part, except those that need less."""
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from warpline.bench.requests import lengths
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 from warpline.model import cost
@@ -15,6 +19,19 @@ BUILD_SECONDS, GENERATIONS = 2.0, 4.0
 LEAST_BUILD_SECONDS, LEAST_GENERATIONS = 1.0, 1.8
 #: A new process, with torch to import and a model to load.
 PROCESS_SECONDS = 8.0
+NO_TIME = {"status": "skipped", "why": "no time for it in this run: --minutes says how long one may take"}
+
+
+@dataclass(slots=True)
+class Deadline:
+    """When a case should be done, on the clock of time.monotonic."""
+
+    at: float
+
+    @property
+    def left(self) -> float:
+        """Seconds, none at least."""
+        return max(0.0, self.at - time.monotonic())
 
 
 def seconds_at_best(case: Case, config: ModelConfig, read_gb_s: float, tflop_s: float) -> float:
@@ -23,6 +40,8 @@ def seconds_at_best(case: Case, config: ModelConfig, read_gb_s: float, tflop_s: 
     def best(moved: float, flops: float) -> float:
         return max(moved / read_gb_s / 1e9, flops / tflop_s / 1e12)
 
+    if case.kind == "throughput":
+        return best(*_work_of_requests(case, config))
     prompt = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
     seconds = best(cost.total_bytes(prompt), cost.total_flops(prompt))
     steps = case.new - 1
@@ -31,6 +50,22 @@ def seconds_at_best(case: Case, config: ModelConfig, read_gb_s: float, tflop_s: 
         moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps)
         seconds += best(moved, steps * cost.total_flops(step))
     return seconds
+
+
+@functools.lru_cache(maxsize=8)
+def _work_of_requests(case: Case, config: ModelConfig) -> tuple[int, int]:
+    """Bytes and FLOPs of all requests of a case, however many share a step: the weights are read once at least, and for
+    every token the cache of its own sequence. The arithmetic of attention, a few percent, is left out."""
+    asked = lengths(case, config.n_positions)
+    rows, ends = sum(prompt + new - 1 for prompt, new in asked), sum(new for _, new in asked)
+    passes = ((rows, 1, 0), (ends, 0, 1))  # all through the blocks, and those that choose a token through the head
+    work = [cost.Workload(config=config, dtype=case.dtype, batch=b, new=n, logits=head) for b, n, head in passes]
+    moved = cost.weight_bytes(config, case.dtype)
+    for steps in {new - 1 for _, new in asked}:
+        prompts = [prompt for prompt, new in asked if new - 1 == steps]
+        without = cost.total_bytes(cost.decode(config, case.dtype, batch=len(prompts)))
+        moved += cost.decode_bytes(config, case.dtype, lengths=prompts, steps=steps) - steps * without
+    return moved, sum(map(cost.total_flops, work))
 
 
 def need(case: Case, at_best: float, startups: Sequence[float]) -> tuple[float, float]:

@@ -44,6 +44,17 @@ class Sample:
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
+    def figures(self) -> dict[str, float]:
+        """As rows have them."""
+        return {
+            "seconds": round(self.median, 7),
+            "seconds_p20": round(self.percentile(0.2), 7),
+            "seconds_p80": round(self.percentile(0.8), 7),
+            "seconds_mean": round(self.mean, 7),
+            "seconds_sigma": round(self.sigma, 7),
+            "repetitions": len(self.seconds),
+        }
+
 
 def timed_result(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Wall-clock seconds of one call, the device idle before and after, and what it returned."""

@@ -96,7 +96,10 @@ def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, s
 
 
 #: Columns of the table.
-TITLES = ("method", "mean (σ) s", "tok/s", "reduction", "speed-up", "µs/token", "GB/s", "% of limit", "first token ms")
+TITLES = (
+    "method", "mean (σ) s", "tok/s", "requests/s", "lanes", "idle", "reduction", "speed-up", "µs/token", "GB/s",
+    "% of limit", "first token ms",
+)  # fmt: skip
 
 
 def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
@@ -117,6 +120,9 @@ def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
         if row["repetitions"] > 1
         else f"{row['seconds']:.4f}",
         f"{row['tokens_per_second']:,.2f}",
+        _optional(row, "requests_per_second", ",.2f"),
+        f"{row['padded_batch']} padded" if "padded_batch" in row else _optional(row, "mean_lanes", ",.1f"),
+        f"{100 * row['idle_share']:.1f} %" if "idle_share" in row else "",
         reduction,
         speed_up,
         _optional(row, "us_per_token", ",.1f"),

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from warpline import __version__
-from warpline.errors import ConfigError
+from warpline.errors import ConfigError, WarplineError
 
 SCHEMA = 1
+#: What a method may raise without ending the run: its row says so.
+FAILURES = (RuntimeError, ImportError, ValueError, TypeError, WarplineError)
+
+
+def failed(error: Exception) -> dict[str, Any]:
+    """What the row of a method that raised this says."""
+    lines = str(error).splitlines() or [""]
+    return {"status": "failed", "why": f"{type(error).__name__}: {lines[0][:200]}"}
 
 
 def provenance() -> dict[str, Any]:

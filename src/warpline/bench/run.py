@@ -8,6 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,17 +17,17 @@ from torch import Tensor
 
 from warpline import hardware
 from warpline.bench import methods as known
-from warpline.bench import plan
+from warpline.bench import plan, throughput
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.names import METHODS
 from warpline.bench.oracle import Oracle
+from warpline.bench.plan import NO_TIME, Deadline
 from warpline.bench.process import measure_process
 from warpline.bench.protocol import Sample, collect, interleave, timed, timed_result
-from warpline.bench.rows import provenance
+from warpline.bench.rows import FAILURES, failed, provenance
 from warpline.bench.timing import copy_bandwidth, product_rate, read_bandwidth
 from warpline.bench.workloads import Case, Settings
 from warpline.config import ModelConfig
-from warpline.errors import WarplineError
 from warpline.model import cost
 from warpline.model.weights import TORCH_DTYPES, Weights, load, read_config
 
@@ -36,22 +37,9 @@ logger = logging.getLogger(__name__)
 TRIAL_TOKENS = 4
 #: Beyond this, no cache matters, and reading is as fast as it is.
 MOST_MEGABYTES = 1024
-NO_TIME = {"status": "skipped", "why": "no time for it in this run: --minutes says how long one may take"}
 
 Row = dict[str, Any]
 Tick = Callable[[float], None]
-
-
-@dataclass(slots=True)
-class Deadline:
-    """When a case should be done, on the clock of time.monotonic."""
-
-    at: float
-
-    @property
-    def left(self) -> float:
-        """Seconds, none at least."""
-        return max(0.0, self.at - time.monotonic())
 
 
 @dataclass(slots=True)
@@ -59,6 +47,7 @@ class Built:
     """A method that is warm and was judged right."""
 
     method: Method
+    given: Any  # the prompts, as it takes them
     row: Row
     seconds: float  # of the generation that was judged
 
@@ -119,10 +108,6 @@ class Bench:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def _impatience(self) -> str:
-        return f"more than {self.settings.patience_seconds:g} s for one generation: --patience allows it"
-
     def _share(self, cases: Sequence[Case], methods: Sequence[str]) -> float:
         """Seconds that the first of these cases may take."""
         if math.isinf(self.settings.limit_seconds):
@@ -156,11 +141,16 @@ class Bench:
         if self._at_best(case) > self.settings.patience_seconds:
             for row in rows.values():
                 row.setdefault("status", "skipped")
-                row.setdefault("why", self._impatience)
+                row.setdefault("why", self.settings.impatience)
         waiting = [name for name in names if "status" not in rows[name]]
         tick(len(names) - len(waiting))
         if case.kind in ("coldstart", "memory"):
             self._processes(case, device, {name: rows[name] for name in waiting}, deadline, tick)
+        elif waiting and case.kind == "throughput":
+            weights, limits, able = self.load(case), self.limits(case), {name: rows[name] for name in waiting}
+            with _unadvised():
+                throughput.measure(case, weights, device, able, self.settings, deadline, limits, tick)
+            tidy()
         elif waiting:
             weights = self.load(case)
             generator = torch.Generator().manual_seed(case.prompt)
@@ -183,14 +173,13 @@ class Bench:
         oracle = Oracle(replace(weights, config=config))
         built: dict[str, Built] = {}
         for name, row in rows.items():
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")  # advice to others
+            with _unadvised():
                 found = self._build(name, row, case, weights, prompts, oracle, deadline, first=not built)
             if found is not None:
                 built[name] = found
             tick(0.5 if found is not None else 1)
         del oracle
-        samples = self._time(case, built, prompts, deadline)
+        samples = self._time(case, built, prompts.device, deadline)
         for name, one in built.items():
             one.row |= figures(case, config, samples, name, self.limits(case))
             one.method.close()
@@ -221,57 +210,58 @@ class Bench:
             begun = time.monotonic()
             method = kind(weights, case, prompts.device)
             deadline.at += time.monotonic() - begun  # what is converted here serves other cases too
-            expected = self._expected(method, case, prompts)
+            given = method.given(prompts)
+            expected = self._expected(method, case, given)
             if expected > self.settings.patience_seconds:
-                row |= {"status": "skipped", "why": self._impatience}
+                row |= {"status": "skipped", "why": self.settings.impatience}
             elif (method.warm_up + 1) * expected > deadline.left and not first:
                 row |= NO_TIME
             else:
                 for _ in range(method.warm_up):
-                    _tokens(method, case, prompts)
-                seconds, tokens = timed_result(lambda: _tokens(method, case, prompts), prompts.device)
+                    _tokens(method, case, given)
+                seconds, tokens = timed_result(lambda: _tokens(method, case, given), prompts.device)
                 verdict = oracle.judge(prompts, tokens, case.dtype)
                 row |= {"agreeing": round(verdict.agreeing, 4), "deficit": round(verdict.worst, 6)}
                 if verdict.right or not kind.exact:
                     row["status"] = "ok"
-                    return Built(method, row, seconds)
+                    return Built(method, given, row, seconds)
                 row |= {"status": "wrong", "why": f"its tokens are {verdict.worst:.2g} σ from the likeliest"}
-        except (RuntimeError, ImportError, ValueError, TypeError, WarplineError) as error:
+        except FAILURES as error:
             logger.debug("%s failed", name, exc_info=True)
-            row |= {"status": "failed", "why": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            row |= failed(error)
         if method is not None:
             method.close()
         return None
 
-    def _expected(self, method: Method, case: Case, prompts: Tensor) -> float:
+    def _expected(self, method: Method, case: Case, given: Any) -> float:
         """Seconds of one generation, judged by its first few tokens once they are warm."""
         if case.kind == "prefill":  # there is nothing shorter to judge by
             for _ in range(method.warm_up):
-                method.generate(prompts, 1)
+                method.generate(given, 1)
             return self._at_best(case)
         few = min(TRIAL_TOKENS, case.new)
-        method.generate(prompts, few)
+        method.generate(given, few)
         first, some = (
-            timed(lambda n=n: method.generate(prompts, n), prompts.device)  # type: ignore[misc]
+            timed(lambda n=n: method.generate(given, n), method.device)  # type: ignore[misc]
             for n in (1, few)
         )
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
 
-    def _time(self, case: Case, built: dict[str, Built], prompts: Tensor, deadline: Deadline) -> dict[str, Sample]:
+    def _time(self, case: Case, built: dict[str, Built], device: torch.device, deadline: Deadline) -> dict[str, Sample]:
         """Rounds in which everybody takes turns. In a hurry there may be none for whole generations: then the one that
         was judged has to do."""
         whole: dict[str, Callable[[], object]] = {}
         first: dict[str, Callable[[], object]] = {}
         for name, one in built.items():
-            first[f"{name} first"] = lambda m=one.method: m.generate(prompts, 1)  # type: ignore[misc]
+            first[f"{name} first"] = lambda b=one: b.method.generate(b.given, 1)  # type: ignore[misc]
             if case.kind != "prefill":
-                whole[f"{name} whole"] = lambda m=one.method: m.generate(prompts, case.new)  # type: ignore[misc]
+                whole[f"{name} whole"] = lambda b=one: b.method.generate(b.given, case.new)  # type: ignore[misc]
         left = deadline.left
         hurried = left < 3 * sum(one.seconds for one in built.values())
         found = collect(
             interleave(
                 first if hurried else whole | first,
-                prompts.device,
+                device,
                 repetitions=self.settings.repetitions,
                 budget_seconds=min(self.settings.budget_seconds, left),
                 least=1 if hurried else 3,
@@ -296,7 +286,10 @@ class Bench:
         if free is None:
             return None
         need = cost.weight_bytes(config, "fp32")
-        need += case.batch * (case.prompt + case.new) * cost.kv_bytes_per_position(config, case.dtype)
+        rows = case.batch
+        if case.kind == "throughput":
+            rows = min(rows, *throughput.SIZES[torch.device(self.settings.device).type])
+        need += rows * (case.prompt + case.new) * cost.kv_bytes_per_position(config, case.dtype)
         if self._weights is None or self._weights[0] != (case.model, case.dtype):
             need += cost.weight_bytes(config, case.dtype)
         if need <= free:
@@ -310,14 +303,7 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
     case = replace(case, dtype=kind.stored or case.dtype)
     counted = kind.exact or kind.stored  # others move fewer bytes than the dtype says
     whole = samples[f"{name} first" if case.kind == "prefill" else f"{name} whole"]
-    row: Row = {
-        "seconds": round(whole.median, 7),
-        "seconds_p20": round(whole.percentile(0.2), 7),
-        "seconds_p80": round(whole.percentile(0.8), 7),
-        "seconds_mean": round(whole.mean, 7),
-        "seconds_sigma": round(whole.sigma, 7),
-        "repetitions": len(whole.seconds),
-    }
+    row: Row = dict(whole.figures())
     if case.kind == "prefill":
         work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
@@ -342,9 +328,17 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
     return row
 
 
-def _tokens(method: Method, case: Case, prompts: Tensor) -> Tensor:
+@contextmanager
+def _unadvised() -> Iterator[None]:
+    """Without what torch's compiler says of the model's code: it is advice for writing another."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
+        yield
+
+
+def _tokens(method: Method, case: Case, given: Any) -> Tensor:
     """What a case's method answers, as tokens [B, new]."""
-    return method.generate(prompts, max(1, case.new)).clone()
+    return method.generate(given, max(1, case.new)).clone()
 
 
 def tidy() -> None:

@@ -13,8 +13,9 @@ from warpline.errors import ConfigError, one_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One thing to measure. `kind` says what: a whole generation, its decode steps alone, the prompt alone, or a new
-    process (to its first token, or at its peak of memory)."""
+    """One thing to measure. `kind` says what: a whole generation, its decode steps alone, the prompt alone, a new
+    process (to its first token, or at its peak of memory), or many requests that come at once: then `batch` says how
+    many, and `prompt` and `new` how long they are in the mean."""
 
     workload: str
     kind: str
@@ -30,6 +31,9 @@ class Case:
         """For people: "reference, random:gpt2 fp16, 1 × (16 + 100)"."""
         tokens = f"{self.prompt}" if self.kind == "prefill" else f"({self.prompt} + {self.new})"
         window = f", window {self.window}" if self.window else ""
+        if self.kind == "throughput":
+            shape = f"{self.batch:,} requests of about {self.prompt} + {self.new} tokens"
+            return f"{self.workload}, {self.model} {self.dtype}, {shape}{window}"
         return f"{self.workload}, {self.model} {self.dtype}, {self.batch} × {tokens}{window}"
 
     def windowed(self, config: ModelConfig) -> ModelConfig:
@@ -52,6 +56,7 @@ class Workload:
     summary: str
     kind: str = "generate"
     shapes: tuple[tuple[int, int, int], ...]  # (batch, prompt, new)
+    cpu_shapes: tuple[tuple[int, int, int], ...] | None = None  # instead, where a CPU would take too long
 
 
 WORKLOADS = {
@@ -75,6 +80,13 @@ WORKLOADS = {
             name="batch",
             summary="8, 64 and 256 sequences, prompt 16, 100 new tokens",
             shapes=tuple((b, 16, 100) for b in (8, 64, 256)),
+        ),
+        Workload(
+            name="throughput",
+            summary="1,024 requests at once, of about 225 + 202 tokens, no two alike (on a CPU 64, of about 32 + 24)",
+            kind="throughput",
+            shapes=((1024, 225, 202),),
+            cpu_shapes=((64, 32, 24),),
         ),
         Workload(
             name="coldstart",
@@ -102,6 +114,11 @@ class Settings:
     patience_seconds: float = 60.0  # of one generation
     limit_seconds: float = math.inf  # of the whole run: what has not begun by then is left out
 
+    @property
+    def impatience(self) -> str:
+        """Why a method that takes longer is left out."""
+        return f"more than {self.patience_seconds:g} s for one generation: --patience allows it"
+
 
 def cases(
     names: Sequence[str],
@@ -112,6 +129,7 @@ def cases(
     prompts: Sequence[int] = (),
     new: Sequence[int] = (),
     windows: Sequence[int | None] = (None,),
+    on_cpu: bool = False,
 ) -> list[Case]:
     """The sweep: each workload's shapes, with what is given in place of its own, for every model, dtype and window."""
     for what, values in (("batch", batches), ("prompt", prompts), ("new tokens", new)):
@@ -120,7 +138,8 @@ def cases(
     found: dict[Case, None] = {}
     workloads = [WORKLOADS[one_of(name, WORKLOADS, "workload")] for name in names]
     for model, dtype, workload, window in itertools.product(models, dtypes, workloads, windows):
-        for batch, prompt, count in workload.shapes:
+        shapes = workload.cpu_shapes if on_cpu and workload.cpu_shapes is not None else workload.shapes
+        for batch, prompt, count in shapes:
             for b, p, n in itertools.product(batches or (batch,), prompts or (prompt,), new or (count,)):
                 case = Case(
                     workload=workload.name,

@@ -17,6 +17,8 @@ from warpline.errors import ConfigError, one_of
 #: The defaults have one home: the dataclass.
 _USUAL = Settings(device="auto")
 _HELP = "Separated by commas, several make a sweep."
+#: What the last line says of the fastest of each case.
+_SUMMED = ("method", "seconds", "tokens_per_second", "requests_per_second", "us_per_token", "percent_of_limit")
 
 
 def bench(
@@ -35,7 +37,9 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help=f"fp16 on a GPU, fp32 on a CPU; int8 is {' and '.join(INT8)}. {_HELP}")
     ] = None,
-    batch: Annotated[str | None, typer.Option(help=f"Sequences, instead of the workload's. {_HELP}")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help=f"Sequences, or requests, instead of the workload's. {_HELP}")
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
     new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
     window: Annotated[str | None, typer.Option(help=f"Sliding windows. {_HELP}")] = None,
@@ -87,6 +91,7 @@ def bench(
         prompts=_numbers("prompt", prompt),
         new=_numbers("new", new),
         windows=_numbers("window", window) or (None,),
+        on_cpu=not on_gpu,
     )
     settings = Settings(target, repetitions, budget, patience, 60 * minutes)
     rows, interrupted = _run(wanted, methods, settings, save, quiet=as_json)
@@ -133,22 +138,11 @@ def _run(
                 rows += found
                 if save is not None:
                     append(save, "bench", found)
-                _remember(found)
                 if not quiet:
                     _print_case(found)
         except KeyboardInterrupt:
             return rows, True
     return rows, False
-
-
-def _remember(rows: list[dict[str, Any]]) -> None:
-    """For `auto`; that it cannot be kept is no reason to stop."""
-    from warpline.engine import speeds
-
-    try:
-        speeds.remember(rows)
-    except ConfigError as error:
-        typer.echo(f"not remembered for --executor auto: {error}", err=True)
 
 
 def _write(
@@ -193,8 +187,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         timed = [row for row in group if row["status"] == "ok" and "seconds" in row]
         if timed:
             row = min(timed, key=lambda row: row["seconds"])
-            names = ("method", "seconds", "tokens_per_second", "us_per_token", "percent_of_limit")
-            best.append({"case": as_case(row).label, **{name: row[name] for name in names if name in row}})
+            best.append({"case": as_case(row).label, **{name: row[name] for name in _SUMMED if name in row}})
     return {"device": rows[0]["device"], "read_gb_s": rows[0]["read_gb_s"], "rows": len(rows), "best": best}
 
 

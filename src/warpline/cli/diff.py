@@ -34,7 +34,7 @@ def diff(
     import random
 
     from warpline import LLM
-    from warpline.engine.diff import compare
+    from warpline.engine.check.diff import compare
     from warpline.progress import progress
 
     ours, theirs = (LLM(model, device=device, dtype=dtype, executor=name) for name in (executor, against))

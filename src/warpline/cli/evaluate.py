@@ -40,7 +40,7 @@ def evaluate(
         raise ConfigError(f"{text} is empty: give a text to predict")
 
     from warpline import LLM
-    from warpline.engine.evaluate import evaluate as compare
+    from warpline.engine.check.evaluate import evaluate as compare
     from warpline.progress import progress
 
     engines = [LLM(model, device=device, dtype=name) for name in dtypes]

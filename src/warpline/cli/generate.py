@@ -15,8 +15,8 @@ from warpline.hardware import wake_gpu
 from warpline.model.builtin import DEFAULT
 
 if TYPE_CHECKING:
-    from warpline.engine.engine import LLM
-    from warpline.engine.sequence import Completion
+    from warpline.engine.llm import LLM
+    from warpline.engine.text import Completion
 
 #: The defaults have one home: the dataclasses.
 _SAMPLING = SamplingParams()
@@ -70,7 +70,7 @@ def generate(
     EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
     wake_gpu(device)
 
-    from warpline.engine.engine import LLM
+    from warpline.engine.llm import LLM
 
     llm = LLM(model, device=device, dtype=dtype, executor=executor, window=window, threads=threads)
     if stream and n == 1 and not as_json:
@@ -126,10 +126,8 @@ def _titled(completions: list[Completion]) -> list[str]:
 
 
 def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
-    from warpline.engine.sequence import total
-
     first, *others = completions
-    timings = total(completions)
+    timings = completions[0].timings
     new_tokens = sum(len(c.token_ids) for c in completions)
     each = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in completions]
     return {
@@ -149,9 +147,7 @@ def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
 
 
 def _write_statistics(llm: LLM, completions: list[Completion]) -> None:
-    from warpline.engine.sequence import total
-
-    timings = total(completions)
+    timings = completions[0].timings
     tokens = sum(len(c.token_ids) for c in completions)
     parts = [f"{tokens} tokens in {timings.seconds:.2f} s", f"{tokens / timings.seconds:,.1f} tok/s"]
     bandwidth = timings.gb_per_second

@@ -1,259 +1,332 @@
-"""`LLM`: weights, tokenizer, state and executor behind two calls, `generate` and `stream`."""
+"""The loop: sequences come, share launches, and go.
+
+A turn admits what fits, runs prompts and decodes some steps, all enqueued without waiting. While the device works, the
+host makes text of the turn before; then it waits once, for all sequences. Any thread that wants results may drive the
+loop; the others wait until it has something for them, or take over when it has left.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import secrets
-import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
-from typing import cast
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from warpline import hardware
-from warpline.config import EngineConfig, SamplingParams
-from warpline.engine import executor as executors
-from warpline.engine.score import Score
-from warpline.engine.sequence import Completion, Timings, TokenLogprob
-from warpline.engine.sequence import Sequence as Row
-from warpline.engine.state import Progress, Request, State, room_for
-from warpline.errors import ConfigError, DeviceError, ModelError, one_of
-from warpline.model import cost, weights
-from warpline.model.builtin import DEFAULT
-from warpline.model.tokenizer import END_OF_TEXT
+from warpline.engine.clock import Clock, shared_stream
+from warpline.engine.crossing import BROKEN, FAULT, Logprobs, Report
+from warpline.engine.executors.base import Executor
+from warpline.engine.request import Needs, needs_of
+from warpline.engine.scheduler import Scheduler, Sequence, Turn
+from warpline.engine.slots import Slots
+from warpline.engine.text import Timings
+from warpline.errors import DeviceError, ModelError, WarplineError
 from warpline.model.weights import explained_memory
 
-logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+@dataclass(slots=True)
+class Stats:
+    """What an engine has done so far."""
 
-#: Tokens of the first chunk behind a prompt's own.
-FIRST_CHUNK = 4
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    lane_steps: int = 0  # sequences of every step, added up
+    busy_seconds: float = 0.0
+    idle_seconds: float = 0.0  # of the device, between turns
 
 
-class LLM:
-    """A GPT-2 ready to write.
+@dataclass(eq=False, slots=True)
+class Job(Sequence):
+    """A sequence, and what the host has of it for whoever asked."""
 
-    `model` is anything `warpline.model.weights.load` knows: "stories", "random:gpt2", a folder, a .safetensors file,
-    a hub id. The keywords are those of `EngineConfig`.
-    """
+    timings: Timings | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: WarplineError | None = None
+    finished: bool = False  # nothing more comes
+    #: Called with the tokens of each chunk; says how many of all tokens count if they ended it. Then `notify`.
+    receive: Callable[[list[int]], int | None] | None = None
+    notify: Callable[[], object] | None = None
 
-    def __init__(
-        self,
-        model: str = DEFAULT,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        executor: str = "auto",
-        window: int | None = None,
-        max_batch: int = 32,
-        threads: int | None = None,
-    ):
-        asked = EngineConfig(
-            device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads
+
+@dataclass(slots=True)
+class _Flight:
+    """A turn under way."""
+
+    turn: Turn
+    lanes: list[Job]
+    report: Report
+    clock: Clock
+
+
+class Engine:
+    """An executor, its slots and what runs in them. `count` sequences at once, of up to `capacity` positions."""
+
+    def __init__(self, executor: Executor, count: int, capacity: int, *, model: str, own_stream: bool = True):
+        self.executor, self.model, self.capacity = executor, model, capacity
+        self.count = min(count, executor.most_lanes or count)
+        self.stats = Stats()
+        self._slots: Slots | None = None
+        self.scheduler = Scheduler(
+            self.count,
+            prompt_tokens=executor.prompt_tokens,
+            chunk=executor.chunk,
+            most_steps=max(executor.chunk, executor.most_steps),
         )
-        one_of(asked.executor, executors.EXECUTORS, "executor")
-        self.device = hardware.describe(_torch_device(asked.device))
-        torch_device = torch.device(_torch_device(asked.device))
-        if asked.threads is not None:
-            torch.set_num_threads(asked.threads)
-        self.model, config = model, weights.read_config(model)
-        self.dtype = _dtype(asked.dtype, self.device, weights.stored_dtype(model))
-        chosen = executors.choose(asked.executor, torch_device, config, self.dtype)
-        executors.begin(chosen, config, torch_device, self.dtype)
-        loaded = weights.load(model, dtype=self.dtype, device=str(torch_device))
-        if asked.window is not None:
-            loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
-        with explained_memory(f"running {model} as {self.dtype}"):
-            self.executor = executors.create(chosen, loaded, torch_device, self.dtype)
-        self.config = loaded.config
-        self.tokenizer = loaded.tokenizer()
-        self.max_batch = min(asked.max_batch, self.executor.most_rows or asked.max_batch)
-        self._idle: State | None = None
+        self._flight: _Flight | None = None
+        self._landed: list[tuple[Job, list[int], Logprobs | None, bool]] = []
+        self._idle_since: Clock | None = None
+        self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
+        self._cuda = executor.device.type == "cuda"
+        self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Complete one or many prompts (texts or token ids): n completions for each, in the order of the prompts."""
-        many = _as_list(prompts)
-        if not many:
-            raise ConfigError("there is no prompt: give at least one")
-        pairs = zip(many, _spread(params, len(many)), strict=True)
-        return self._run([row for prompt, its in pairs for row in self._rows(prompt, its)])
+    # --- from any thread ----------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt; iterate over the result for pieces of text as they come."""
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise ConfigError("stream gives one completion: use generate for n > 1")
-        return Stream(Batch(self, self._rows(prompt, params)))
+    def submit(self, jobs: list[Job]) -> None:
+        """Have these generated, together with what runs already."""
+        with self._changed:
+            self.scheduler.add(jobs)
+            self.stats.requests += len(jobs)
 
-    def score(self, texts: list[str]) -> Score:
-        """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
-
-        The tokens go through the executor's own decode steps, so this measures what generates.
-        """
-        (end,) = self.tokenizer.encode(END_OF_TEXT, special=True)
-        params = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
-        rows = []
-        for ids in self.tokenizer.encode_many(texts):
-            if len(ids) + 2 > self.config.n_positions:
-                most = self.config.n_positions - 2
-                raise ConfigError(f"a text has {len(ids):,} tokens, but at most {most:,} can be scored: split it")
-            request = Request([end], params, 0, 0, len(ids) + 2, forced=[*ids, end])
-            rows.append(Row("", request, self.tokenizer, None))
-        scored = [entry.logprob for c in self._run(rows) for entry in c.logprobs or ()]
-        return Score(-sum(scored), len(scored), sum(map(len, texts)))
-
-    def _run(self, rows: list[Row]) -> list[Completion]:
-        results: list[Completion] = []
-        for first in range(0, len(rows), self.max_batch):
-            batch = Batch(self, rows[first : first + self.max_batch])
-            for _ in batch.run(followed=False):
-                pass
-            results += batch.completions()
-        return results
-
-    def _rows(self, prompt: Prompt, params: SamplingParams) -> list[Row]:
-        if isinstance(prompt, str):
-            text, ids = prompt, self.tokenizer.encode(prompt, special=True)
-        else:
-            ids = [int(i) for i in prompt]
-            text = self.tokenizer.decode(ids, special=True)
-        config, context = self.config, self.config.n_positions
-        if not ids:
-            raise ConfigError("the prompt is empty: give a text; <|endoftext|> starts from nothing")
-        if not all(0 <= i < config.vocab_size for i in ids):
-            bad = next(i for i in ids if not 0 <= i < config.vocab_size)
-            raise ConfigError(f"token id {bad} is outside the model's vocabulary of {config.vocab_size:,}")
-        if len(ids) >= context:
-            raise ConfigError(
-                f"the prompt has {len(ids):,} tokens, but the model's context is {context:,} and at least one must "
-                f"stay free: shorten the prompt to {context - 1:,} tokens"
-            )
-        limit = len(ids) + params.max_tokens
-        if limit > context:
-            logger.warning(
-                "the model's context is %s tokens: at most %s of the %s asked for will be generated",
-                f"{context:,}", f"{context - len(ids):,}", f"{params.max_tokens:,}",
-            )  # fmt: skip
-            limit = context
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        requests = [Request(ids, params, seed, sample, limit) for sample in range(params.n)]
-        return [Row(text, request, self.tokenizer, config.eos_token_id) for request in requests]
-
-    def _borrow(self, rows: int, capacity: int) -> State:
-        """A state that fits: the idle one, or a larger one that takes its place and serves both kinds of request."""
-        state, self._idle = self._idle, None
-        if state is not None and state.fits(rows, capacity):
-            return state
-        rows, capacity = room_for(self.config, rows, capacity, state)
-        del state  # before the new one is allocated
-        with explained_memory(f"a KV cache of {rows} × {capacity} positions"):
-            return self.executor.allocate(rows, capacity)
-
-    def _give_back(self, state: State) -> None:
-        self._idle = state
-
-
-class Batch:
-    """Rows that are generated together."""
-
-    def __init__(self, llm: LLM, rows: list[Row]):
-        self.llm, self.rows = llm, rows
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self.decode_steps = 0
-
-    def run(self, *, followed: bool = True) -> Generator[None, None, None]:
-        """Generate; control returns after every chunk, when the rows have taken in their new tokens. Chunks are small
-        at first, so that text is seen early, unless nobody reads along; then there may be only one."""
-        executor = self.llm.executor
-        requests = [row.request for row in self.rows]
-        followed |= any(request.params.stop for request in requests)  # stop texts are the host's to find
-        state = self.llm._borrow(len(requests), max(request.limit for request in requests))
-        try:
-            with _explained(f"generating {len(requests)} sequences"):
-                state.begin(requests)
-                start = time.perf_counter()
-                executor.prefill(state)
-                self._take(state)
-                self.prefill_seconds = time.perf_counter() - start
-                yield
-                size = FIRST_CHUNK
-                while left := [row.request.limit - row.length for row in self.rows if row.finish_reason is None]:
-                    start, before = time.perf_counter(), [row.length for row in self.rows]
-                    if followed:
-                        steps = min(size, executor.chunk, max(left))
-                        size = min(2 * size, executor.chunk)
-                    else:
-                        steps = executor.at_once(state, max(left))
-                    executor.decode(state, steps)
-                    self._take(state)
-                    self.decode_steps += max(row.length - then for row, then in zip(self.rows, before, strict=True))
-                    self.decode_seconds += time.perf_counter() - start
-                    yield
-        finally:
-            self.llm._give_back(state)
-
-    def _take(self, state: State) -> None:
-        first = min(row.length for row in self.rows if row.finish_reason is None)
-        seen = state.read(first)
-        self.llm.executor.check()
-        if seen.broken.any():
-            raise ModelError(
-                f"{self.llm.model} computed logits that are no numbers: its weights are damaged, or {self.llm.dtype} "
-                "overflowed; try --dtype fp32"
-            )
-        ended: list[int] = []
-        for i, row in enumerate(self.rows):
-            if row.finish_reason is not None:
+    def run(self, done: Callable[[], bool], launched: Callable[[], object] | None = None) -> None:
+        """Until `done`, which is asked after every turn. `launched` is called once, while the device works."""
+        while not done():
+            if not self._lead.acquire(blocking=False):
+                self._wait(done)
                 continue
-            for place in range(row.length, int(seen.length[i])):
-                row.push(int(seen.tokens[i, place - first]))
-                if row.request.params.logprobs is not None:
-                    row.logprobs.append(_logprob(seen, i, place, row.request.params.logprobs))
-                if row.finish_reason is not None:
-                    ended.append(i)
-                    break
-        state.finish(ended)
+            try:
+                while not done():
+                    if not self.step(done, launched):
+                        return
+                    launched = None
+            finally:
+                self._lead.release()
+                self._tell()
 
-    def completions(self) -> list[Completion]:
-        """The results, once every row has ended."""
-        llm, lengths = self.llm, [len(row.request.prompt) for row in self.rows]
-        moved = cost.decode_bytes(llm.config, llm.dtype, lengths=lengths, steps=self.decode_steps)
-        timings = Timings(self.prefill_seconds, self.decode_seconds, self.decode_steps, moved)
-        return [row.completion(timings) for row in self.rows]
-
-
-class Stream:
-    """Pieces of text while they are written; `completion` holds the whole once it is finished."""
-
-    def __init__(self, batch: Batch):
-        self._batch = batch
-        self._pieces = self._run()
-        self.completion: Completion | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
+    def cancel(self, jobs: list[Job]) -> None:
+        """Not wanted any more: slots are free again now, or with the next turn of the thread that leads."""
+        for job in jobs:
+            if not job.finished:
+                job.ended = job.finished = True
+                job.finish_reason = job.finish_reason or "cancelled"
+        if self._lead.acquire(blocking=False):
+            try:
+                self._sweep()  # what is under way may write to such a slot; the next admission comes behind it
+                if not (self.scheduler.waiting or self.scheduler.running):
+                    self._flight, self._landed, self._idle_since = None, [], None
+            finally:
+                self._lead.release()
+        self._tell()
 
     def close(self) -> None:
-        """Stop early."""
-        self._pieces.close()
+        """Finish what is under way and give the slots back."""
+        self.run(lambda: self.idle)
+        if self._cuda:
+            torch.cuda.synchronize(self.executor.device)
+        self._slots = None
 
-    def _run(self) -> Generator[str, None, None]:
-        (row,) = self._batch.rows
-        with contextlib.closing(self._batch.run()) as chunks:  # a stream that is dropped gives its state back
-            for _ in chunks:
-                if piece := row.release():
-                    yield piece
-        (self.completion,) = self._batch.completions()
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._flight or self._landed)
+
+    @property
+    def free(self) -> int:
+        """Slots that nothing runs in."""
+        return self.count if self._slots is None else self._slots.free
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        with self._changed:
+            self._waiters += 1
+            try:
+                if self._lead.locked() and not done():
+                    self._changed.wait()
+            finally:
+                self._waiters -= 1
+
+    def _tell(self) -> None:
+        if self._waiters:
+            with self._changed:
+                self._changed.notify_all()
+
+    # --- by the thread that leads -------------------------------------------------------------------------------------
+
+    def step(self, done: Callable[[], bool] = lambda: False, launched: Callable[[], object] | None = None) -> bool:
+        """One turn: launch the next, make text of the last, wait, unless all is `done` that the caller wants. False if
+        there was nothing to do."""
+        try:
+            with self._on_stream():
+                if self._flight is None:
+                    self._flight = self._launch()
+                if launched is not None:
+                    launched()
+                worked = self._flight is not None or bool(self._landed)
+                self._publish()
+                if self._flight is None or done():
+                    return worked
+                self._land(self._flight)
+                self._flight = None
+                if not (self.scheduler.waiting or any(not s.ended for s in self.scheduler.running)):
+                    self._idle_since = None
+                    self._sweep()
+                    self._publish()
+            return True
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _sweep(self) -> None:
+        with self._changed:
+            gone = self.scheduler.sweep()
+        for sequence in gone:
+            if sequence.slot >= 0 and self._slots is not None:  # one whose launch failed may have none
+                self._slots.release(sequence.slot)
+                if isinstance(sequence, Job) and sequence.error is not None:
+                    self._slots.erase(sequence.slot)
+
+    def _allocated(self) -> Slots:
+        if self._slots is None:
+            what = f"a KV cache of {self.count} × {self.capacity} positions (--max-batch makes it smaller)"
+            with explained_memory(what), torch.inference_mode(False):
+                self._slots = self.executor.allocate(self.count, self.capacity)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.default_stream(self.executor.device))
+        return self._slots
+
+    def _launch(self) -> _Flight | None:
+        """Enqueue the next turn, if there is anything to do."""
+        self._sweep()
+        slots, executor = self._allocated(), self.executor
+        with self._changed:
+            turn = self.scheduler.plan(self._wasteful)
+        if turn is None:
+            return None
+        with _explained(f"generating {len(self.scheduler.running)} sequences"), executor.on_device():
+            clock = Clock(self._cuda, self._idle_since)
+            if turn.admitted:
+                taken = slots.admit([s.request for s in turn.admitted])
+                for sequence, slot in zip(turn.admitted, taken, strict=True):
+                    sequence.slot = slot
+            lanes = [s.slot for s in turn.running]
+            if turn.first:
+                if lanes:
+                    executor.compile_ahead(slots, lanes)
+                executor.prefill(slots, turn.spans(turn.first))
+            for copy in turn.copies:
+                slots.copy(copy.source.slot, [target.slot for target in copy.targets], copy.length)
+            if turn.second:
+                executor.prefill(slots, turn.spans(turn.second))
+            clock.prefilled()
+            if turn.steps:
+                executor.decode(slots, lanes, turn.steps)
+            clock.ended()
+            reported = [s for s in turn.reported if isinstance(s, Job)]
+            report = slots.report([s.slot for s in reported], turn.steps + 1)
+        return _Flight(turn, reported, report, clock)
+
+    def _wasteful(self, running: list[Sequence]) -> bool:
+        """Whether steps could be taken behind the end of every sequence."""
+        config = self.executor.config
+        params = {id(s.request.params): s.request.params for s in running}.values()
+        if config.eos_token_id is None or all(p.ignore_eos for p in params):
+            return False
+        needs = functools.reduce(Needs.__or__, (needs_of(p, config.vocab_size) for p in params))
+        return not self.executor.stops_by_itself(len(running), needs)
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a turn, and learn which sequences have ended. The device is idle meanwhile: this must be short."""
+        with _explained("waiting for the GPU"):
+            news = flight.report.wait()
+        if news.flags[:1].any() and int(news.flags[0]) & FAULT:
+            raise self.executor.fault() or DeviceError("a launch ended itself")
+        counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
+        for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
+            if job.ended:  # stopped by the host, or cancelled, while this turn was under way
+                continue
+            lengths.append(max(job.length, job.prompt))
+            job.length = lengths[-1] + count
+            if flags[i]:
+                job.ended = True
+                if flags[i] & BROKEN:
+                    job.error = self._broken()
+            self._landed.append((job, news.tokens[i, :count].tolist(), news.logprobs.get(job.slot), bool(flags[i])))
+        self._measure(flight, lengths, max(counts, default=0))
+        self._idle_since = flight.clock
+
+    def _broken(self) -> ModelError:
+        return ModelError(
+            f"{self.model} computed logits that are no numbers: its weights are damaged, or {self.executor.dtype} "
+            "overflowed; try --dtype fp32"
+        )
+
+    def _measure(self, flight: _Flight, lengths: list[int], most: int) -> None:
+        clock, turn, stats = flight.clock, flight.turn, self.stats
+        steps = most - 1 if turn.first or turn.second else most  # a prompt brings a token before the first step
+        steps = max(0, min(steps, turn.steps))
+        prefill, decode, idle = clock.seconds()
+        stats.busy_seconds += prefill + decode
+        stats.idle_seconds += idle
+        stats.steps += steps
+        stats.lane_steps += steps * len(turn.running)
+        for timings in {id(s.timings): s.timings for s in flight.lanes if s.timings is not None}.values():
+            timings.prefill_seconds += prefill
+            if steps:
+                timings.decode_seconds += decode
+                timings.decode_steps += steps
+                timings.moved.append((lengths, steps))
+
+    def _publish(self) -> None:
+        """Hand over what the last turn brought; the device may be busy with the next one."""
+        landed, self._landed = self._landed, []
+        for job, tokens, logprobs, ended in landed:
+            if job.finished:
+                continue
+            self._take(job, tokens, logprobs, ended)
+            if job.notify is not None:
+                job.notify()
+        if landed:
+            self._tell()
+
+    def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:
+        first = job.prompt + len(job.tokens)
+        job.tokens += tokens
+        if logprobs is not None:
+            for at in range(first, first + len(tokens)):
+                found = float(logprobs.logprob[at]), logprobs.top_logprob[at], logprobs.top_token[at]
+                job.logprobs.append(found)
+        cut = job.receive(tokens) if job.receive is not None and tokens else None
+        if cut is not None:
+            del job.tokens[cut:], job.logprobs[cut:]
+            job.finish_reason, job.ended, ended = "stop", True, True
+        elif ended and job.error is None:
+            eos = None if job.request.params.ignore_eos else self.executor.config.eos_token_id
+            job.finish_reason = "stop" if job.tokens[-1] == eos else "length"
+        self.stats.tokens += len(tokens)
+        job.finished = ended
+
+    def _abandon(self, error: BaseException) -> None:
+        """What was under way is lost, and says so; what waits is not."""
+        self._flight, self._idle_since = None, None
+        landed, self._landed = self._landed, []
+        lost = [s for s in self.scheduler.running if isinstance(s, Job)] + [job for job, *_ in landed]
+        for job in lost:
+            job.ended = True
+            if not job.finished:
+                interrupted = DeviceError(f"the engine was interrupted: {error or type(error).__name__}")
+                job.error = error if isinstance(error, WarplineError) else interrupted
+                job.finished = True
+            if job.notify is not None:
+                job.notify()
+        self._sweep()
 
 
 @contextlib.contextmanager
@@ -269,46 +342,3 @@ def _explained(what: str) -> Iterator[None]:
             raise DeviceError(
                 f"the GPU failed while {what} ({reason}), and this process cannot use it any more: start a new one"
             ) from error
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ConfigError(f"{count} prompts came with {len(params)} SamplingParams: give one, or one for each")
-    return list(params)
-
-
-def _logprob(seen: Progress, row: int, place: int, count: int) -> TokenLogprob:
-    assert seen.logprob is not None
-    assert seen.top_logprob is not None
-    assert seen.top_token is not None
-    at = place - seen.first
-    top = zip(seen.top_token[row, at, :count], seen.top_logprob[row, at, :count], strict=True)
-    return TokenLogprob(
-        token_id=int(seen.tokens[row, at]),
-        logprob=float(seen.logprob[row, at]),
-        top=tuple((int(token), float(value)) for token, value in top),
-    )
-
-
-def _torch_device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(asked: str, device: hardware.Device, stored: str | None) -> str:
-    if asked == "auto":
-        return "fp16" if device.kind == "cuda" else stored or "fp32"
-    if not device.supports(asked):
-        raise DeviceError(
-            f"{device.name} ({device.arch}) cannot compute in {asked}, which needs sm_80: use fp16 or fp32"
-        )
-    return asked

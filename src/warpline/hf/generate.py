@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from warpline.config import SamplingParams
-from warpline.engine.state import Request
+from warpline.engine.request import Request
 from warpline.errors import ConfigError
 from warpline.hf.gate import DEVICES, DTYPES, Forward, Shared
 from warpline.hf.report import Report

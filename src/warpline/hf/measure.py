@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warpline.bench.protocol import Sample, collect, interleave
 from warpline.config import SamplingParams
-from warpline.engine.state import Request
+from warpline.engine.request import Request
 from warpline.errors import ConfigError
 from warpline.hf.patching import patch
 from warpline.hf.report import Report

@@ -186,7 +186,7 @@ def _values(output: Any) -> Tensor:
 def judge(model: Any, runner: Any) -> float:
     """How far below the likeliest logit, in the model's own eyes, the engine's worst choice of a few tokens lies."""
     from warpline.config import SamplingParams
-    from warpline.engine.state import Request
+    from warpline.engine.request import Request
 
     context, vocabulary = model.config.n_positions, model.config.vocab_size
     given, new = max(1, min(12, context // 2)), max(1, min(8, context // 4))

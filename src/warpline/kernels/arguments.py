@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Dims = Mapping[str, int]
 
@@ -34,6 +39,9 @@ class Values:
     lowest: int = 0
     #: Floats between two bounds instead of normally distributed ones.
     between: tuple[float, float] | None = None
+    #: Where no range says it: a function of the dimensions and, under their names, the tunables, which draws with a
+    #: generator of the CPU, or, asked for all that there may be, makes the largest and most regular case.
+    made: Callable[[Dims, torch.Generator, bool], Tensor] | None = None
 
 
 def index_into(dimension: str) -> Values:
@@ -46,6 +54,17 @@ def count_of(dimension: str) -> Values:
     return Values("int64", upto=dimension, lowest=1)
 
 
+def distinct(count: str, dimension: str) -> Values:
+    """So many indices into a dimension, no two the same."""
+
+    def made(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
+        import torch
+
+        return torch.randperm(dims[dimension], generator=generator)[: dims[count]]
+
+    return Values("int64", made=made)
+
+
 def between(low: float, high: float) -> Values:
     """float32 numbers between two bounds, whatever the storage type."""
     return Values("fp32", between=(low, high))
@@ -55,6 +74,7 @@ STORAGE = Values()
 FLOAT = Values("fp32")
 BITS = Values("int32")
 INDEX = Values("int64")
+LONG_BITS = Values("int64")
 FLAG = Values("bool")
 
 
@@ -153,9 +173,12 @@ def views(name: str, dims: str) -> Buffer:
     return Buffer(name, tuple(dims.split()), strided=True)
 
 
-def updates(name: str, dims: str, holds: Values = STORAGE, *, strided: bool = False) -> Buffer:
+def updates(
+    name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None, strided: bool = False
+) -> Buffer:
     """An input of which the op changes a part."""
-    return Buffer(name, tuple(dims.split()), "updated", holds, strided=strided)
+    parts = None if touched is None else tuple(touched.split())
+    return Buffer(name, tuple(dims.split()), "updated", holds, parts, strided)
 
 
 def writes(name: str, dims: str, holds: Values = STORAGE) -> Buffer:

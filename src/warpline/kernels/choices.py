@@ -56,12 +56,13 @@ class Choice:
 
 def shape_class(spec: KernelSpec, dims: Dims) -> str:
     """Shapes that share a choice: what is compiled in exactly, other extents up to the same power of two. Extents of
-    which only an index speaks (a vocabulary that is looked up, a row of tokens) say nothing about speed."""
+    which only an index speaks (a vocabulary that is looked up, the slots beside those of a batch) say nothing about
+    speed."""
     counted = {
         name
         for buffer in spec.inputs + spec.outputs
         if (buffer.holds.element or "fp32").startswith("fp")
-        for name in (buffer.dims[1:] if buffer.touched else buffer.dims)
+        for name in buffer.touched or buffer.dims
     }
     parts = []
     for name in dims:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from warpline.errors import ConfigError, DeviceError, KernelError
 from warpline.kernels import choices, tensor_map
-from warpline.kernels.arguments import Buffer
+from warpline.kernels.arguments import Buffer, Dims
 from warpline.kernels.compile import Program, compile_one, nvrtc_version
 from warpline.kernels.spec import KernelSpec, Launch, Tunables, Variant
 
@@ -182,6 +182,14 @@ class Packing:
         return Arguments(words, self._starts)
 
 
+def tunables_of(spec: KernelSpec, dtype: str, dims: Dims, device: int, arch: str | None = None) -> Tunables:
+    """What a launch takes on a device unless it is told: what a sweep found best there, or the default. A sweep's
+    choice is for a GPU's own code, so compiled for another `arch` it is the default."""
+    own = arch_of(device)
+    found = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(device)) if arch in (None, own) else None
+    return spec.default(dims, dtype, arch or own) if found is None else found
+
+
 class Plan:
     """One op on tensors of given layouts: checked, its variant and launch chosen, its arguments' places known. Tunables
     that are not given are those that a sweep found best on this GPU, or the default's.
@@ -199,10 +207,11 @@ class Plan:
         numbers: Mapping[str, float | None] | None = None,
         overlapping: bool = False,
     ):
-        first = inputs[spec.storage]
+        first = inputs[spec.storage or 0]
         if not first.is_cuda:
             raise ConfigError(f"{spec.name}: the inputs are on the CPU: move them to a GPU")
-        dtype, self._device = DTYPES.get(first.dtype), first.device.index
+        dtype = spec.dtypes[0] if spec.storage is None else DTYPES.get(first.dtype)
+        self._device = first.device.index
         self._target = arch or arch_of(self._device)
         if dtype is None or not spec.runs_on(dtype, self._target):
             kinds, archs = ", ".join(spec.dtypes), f", on {' or '.join(spec.archs)}" if spec.archs else ""
@@ -210,8 +219,8 @@ class Plan:
         for buffer, tensor in zip(spec.inputs, inputs, strict=True):
             _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
-        if tunables is None and self._target == arch_of(self._device):  # a sweep's choice is for a GPU's own code
-            tunables = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(self._device))
+        if tunables is None:
+            tunables = tunables_of(spec, dtype, dims, self._device, self._target)
         self._variant = Variant.of(spec, dtype, dims, self._target, tunables, overlapping=overlapping)
         self.empty = not all(dims.values())
         if not self.empty:

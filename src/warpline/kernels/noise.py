@@ -1,11 +1,42 @@
-"""The noise of a draw: one contract, kept here in torch and by `gumbel_noise` of ops/sample.cuh on the device."""
+"""The noise of a draw: one contract, kept here in numpy and torch, and on the device by `noise_key` of ops/admit.cuh
+and `gumbel_noise` of ops/sample.cuh."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+#: An array of numpy's or a tensor, of 64-bit integers with a sign, which both let wrap around.
+A = TypeVar("A", "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", "Tensor")
+
+
+def splitmix(stream: A, at: A) -> A:
+    """Entry `at` of what splitmix64 makes of `stream`: 64 bits each."""
+    z = stream + (at + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: A, bits: int) -> A:
+    """To the right, with zeros from the left."""
+    return z >> bits & (1 << 64 - bits) - 1
+
+
+def _signed(bits: int) -> int:
+    return bits - (bits >> 63 << 64)
+
+
+def noise_keys(stream: np.ndarray, count: int) -> np.ndarray:
+    """The keys of a sequence's first `count` draws, int32 [n, count], of `stream` [n] (uint64): the lower halves of
+    what splitmix64 makes of it."""
+    import numpy as np
+
+    signed = stream.astype(np.uint64).view(np.int64)
+    return splitmix(signed[:, None], np.arange(count, dtype=np.int64)).astype(np.int32)
 
 
 def gumbel(keys: Tensor, count: int) -> Tensor:

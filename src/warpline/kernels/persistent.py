@@ -7,7 +7,6 @@ extents as constants, the arguments as a struct.
 from __future__ import annotations
 
 import ctypes
-import functools
 import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -60,6 +59,7 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("k", "T*"),
     ("v", "T*"),
     ("words", "warpline::Word*"),
+    ("lanes", "const long long*"),
     ("tokens", "long long*"),
     ("length", "long long*"),
     ("known", "const long long*"),
@@ -327,7 +327,7 @@ class DecodeProgram:
 
 
 class DecodeKernel:
-    """The program on a device, with the words that its blocks exchange."""
+    """The program on a device, with words of its own for its blocks to exchange: its launches follow one another."""
 
     def __init__(self, program: DecodeProgram, device: int):
         import torch
@@ -391,9 +391,3 @@ class DecodeKernel:
         arguments.count, arguments.tag = count, self._tag
         self._tag += turns
         self._module.launch(self._shape, (ctypes.c_void_p * 1)(ctypes.addressof(arguments)), cooperative=True)
-
-
-@functools.cache
-def load(program: DecodeProgram, device: int) -> DecodeKernel:
-    """The kernel, loaded once per device."""
-    return DecodeKernel(program, device)

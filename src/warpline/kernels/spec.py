@@ -105,9 +105,9 @@ class KernelSpec:
         return self._buffers("scratch")
 
     @property
-    def storage(self) -> int:
-        """Which input says what the storage type is."""
-        return next(i for i, buffer in enumerate(self.inputs) if buffer.holds.element is None)
+    def storage(self) -> int | None:
+        """Which input says what the storage type is, if one has it."""
+        return next((i for i, buffer in enumerate(self.inputs) if buffer.holds.element is None), None)
 
     @property
     def numbers(self) -> list[Scalar]:

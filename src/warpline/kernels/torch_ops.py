@@ -48,8 +48,10 @@ def as_floats(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _kind(spec: KernelSpec, buffer: Buffer, inputs: list[Tensor]) -> torch.dtype:
     """Element type of an output."""
-    named = buffer.holds.element
-    return inputs[spec.storage].dtype if named is None else launch.TORCH_TYPES[named]
+    if buffer.holds.element is not None:
+        return launch.TORCH_TYPES[buffer.holds.element]
+    assert spec.storage is not None  # an output of the storage type has an input of it
+    return inputs[spec.storage].dtype
 
 
 def _result(outputs: list[Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,29 +13,57 @@ from warpline.errors import KernelError
 from warpline.kernels import launch
 from warpline.kernels.arguments import STORAGE, Buffer, Dims
 from warpline.kernels.launch import TORCH_TYPES
-from warpline.kernels.spec import KernelSpec
+from warpline.kernels.spec import KernelSpec, Tunables
 from warpline.kernels.torch_ops import as_floats
 
 #: Operations in float32 on the way to one result, each with a rounding error; they add up like a random walk.
 FLOAT_ERROR = 64 * 2**-24
+#: Whose defaults inputs are made for where there is no GPU.
+_ARCH = "sm_90"
 
 
 def random_inputs(
-    spec: KernelSpec, dtype: str, dims: Dims, seed: int, device: str = "cuda", *, full: bool = False
+    spec: KernelSpec,
+    dtype: str,
+    dims: Dims,
+    seed: int,
+    device: str = "cuda",
+    *,
+    full: bool = False,
+    tunables: Tunables | None = None,
 ) -> list[Tensor]:
-    """Fresh inputs: normal numbers, or what the buffer is said to hold; with `full`, counts are as large as can be."""
+    """Fresh inputs: normal numbers, or what the buffer is said to hold; with `full`, counts are as large as can be.
+    What is made for certain tunables is made for these, or for those that a launch on the device takes."""
     generator = torch.Generator(device).manual_seed(seed)
-    return [_random(buffer, dtype, dims, generator, full) for buffer in spec.inputs]
+    inputs = [_random(buffer, dtype, dims, generator, full) for buffer in spec.inputs]
+    if tunables is None and generator.device.type == "cuda":
+        tunables = launch.tunables_of(spec, dtype, dims, generator.device.index or 0)
+    return made_for(spec, inputs, tunables or spec.default(dims, dtype, _ARCH), dims, seed, full=full)
+
+
+def made_for(
+    spec: KernelSpec, inputs: Sequence[Tensor], tunables: Tunables, dims: Dims, seed: int, *, full: bool = False
+) -> list[Tensor]:
+    """The same inputs for other tunables: what is made for them is made again, and is otherwise the same."""
+    extents, found = {**dims, **tunables}, list(inputs)
+    for i, (buffer, tensor) in enumerate(zip(spec.inputs, inputs, strict=True)):
+        if buffer.holds.made is not None:
+            made = buffer.holds.made(extents, torch.Generator().manual_seed(seed), full)
+            found[i] = made.to(tensor.device, tensor.dtype)
+    return found
 
 
 def _random(buffer: Buffer, dtype: str, dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
-    holds, shape = buffer.holds, buffer.shape(dims)
+    holds = buffer.holds
     kind = TORCH_TYPES[buffer.element(dtype)]
+    if holds.made is not None:  # by `made_for`
+        return torch.empty(0, dtype=kind, device=generator.device)
+    shape = buffer.shape(dims)
     if holds.upto is not None:
         highest = dims[holds.upto] + holds.lowest
         lowest = highest - 1 if full and holds.lowest else holds.lowest
     elif not kind.is_floating_point:
-        lowest, highest = (0, 2) if kind == torch.bool else (-(2**31), 2**31)
+        lowest, highest = (0, 2) if kind == torch.bool else (torch.iinfo(kind).min, torch.iinfo(kind).max)
     else:
         numbers = torch.empty(shape, device=generator.device)
         if holds.between is not None:
@@ -65,8 +94,12 @@ class Trial:
 
     def launch(self, **options: Any) -> list[Tensor]:
         """The kernel's results, in buffers that were poisoned before: not a number, or an index that cannot be."""
-        spec = self.spec
-        given = [t.clone() if b.role == "updated" else t for b, t in zip(spec.inputs, self.inputs, strict=True)]
+        spec, tunables = self.spec, options.get("tunables")
+        if tunables is None:
+            device = self.inputs[0].device.index
+            tunables = launch.tunables_of(spec, self.dtype, self.dims, device, options.get("arch"))
+        fitting = made_for(spec, self.inputs, tunables, self.dims, self.seed)
+        given = [t.clone() if b.role == "updated" else t for b, t in zip(spec.inputs, fitting, strict=True)]
         outputs = [
             torch.full(b.shape(self.dims), torch.nan if kind.is_floating_point else -1, dtype=kind, device=self._device)
             for b, kind in ((b, TORCH_TYPES[b.element(self.dtype)]) for b in spec.outputs)

@@ -1,11 +1,14 @@
 """GPT-2 in plain torch: the oracle every faster path is judged against.
 
 Shapes in the comments: B sequences, T new tokens, S positions that can be seen, C = n_embd, H heads of D = C / H.
-Module names are the checkpoint's, so a state dict is a checkpoint. `with during(STEP)` gives the step its name for
-whoever observes and does nothing otherwise.
+Module names are the checkpoint's, so a state dict is a checkpoint. `with during(STEP)` gives the step its name for an
+observer and does nothing otherwise.
 """
 
 from __future__ import annotations
+
+import math
+import mmap
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +20,40 @@ from warpline.model.observe import during
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once; a row's position t lives in slot t."""
+    """Keys and values of every layer, allocated once: [layer, slot, head, position, depth]. A sequence has a slot."""
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, batch, config.n_head, capacity, config.head_size)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+    def __init__(self, config: ModelConfig, slots: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layer, slots, config.n_head, capacity, config.head_size)
+        self.k, self.v = (_zeros(shape, device, dtype) for _ in range(2))
 
-    def append(self, layer: int, k: Tensor, v: Tensor, position: Tensor, span: int) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, H, T, D] at `position` [B, T]; return slots 0 … span-1 of the layer."""
-        batch = len(position)
-        row = torch.arange(batch, device=position.device)[:, None]
-        keys, values = self.k[layer, :batch], self.v[layer, :batch]
-        keys[row, :, position] = k.transpose(1, 2)
-        values[row, :, position] = v.transpose(1, 2)
-        return keys[:, :, :span], values[:, :, :span]
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, position: Tensor, span: int, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, H, T, D] at `position` [B, T] of `slots` [B], or of the first B; return what these have at
+        0 … span-1."""
+        keys, values = self.k[layer], self.v[layer]
+        row = torch.arange(len(position), device=position.device) if slots is None else slots
+        keys[row[:, None], :, position] = k.transpose(1, 2)
+        values[row[:, None], :, position] = v.transpose(1, 2)
+        if slots is None:  # no copy
+            return keys[: len(position), :, :span], values[: len(position), :, :span]
+        return keys[slots, :, :span], values[slots, :, :span]
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On a CPU such as take no memory, and no time, before they are written to: there may be many slots."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    room = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
 def visible(position: Tensor, span: int, window: int | None) -> Tensor:
-    """Which of the slots 0 … span-1 the tokens at `position` [B, T] may look at: bool [B, 1, T, span]."""
-    slot = torch.arange(span, device=position.device)
+    """Which of the positions 0 … span-1 the tokens at `position` [B, T] may look at: bool [B, 1, T, span]."""
+    key = torch.arange(span, device=position.device)
     query = position[:, None, :, None]
-    seen = slot <= query
-    return seen if window is None else seen & (slot > query - window)
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
 
 
 class Attention(nn.Module):
@@ -52,7 +66,9 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: KVCache | None, position: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, position: Tensor, slots: Tensor | None
+    ) -> Tensor:
         layer = self.layer
         with during(p.QKV_PROJECTION, layer):
             qkv = self.c_attn(x)  # [B, T, 3C]
@@ -60,7 +76,7 @@ class Attention(nn.Module):
             q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))  # [B, H, T, D]
         if cache is not None and mask is not None:
             with during(p.KV_CACHE, layer):
-                k, v = cache.append(layer, k, v, position, mask.shape[-1])  # [B, H, S, D]
+                k, v = cache.append(layer, k, v, position, mask.shape[-1], slots)  # [B, H, S, D]
         if self.naive:
             assert mask is not None
             with during(p.SCORES, layer):
@@ -125,10 +141,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config, layer)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cache: KVCache | None, position: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, position: Tensor, slots: Tensor | None
+    ) -> Tensor:
         with during(p.LN_1, self.layer):
             y = self.ln_1(x)
-        y = self.attn(y, mask, cache, position)
+        y = self.attn(y, mask, cache, position, slots)
         with during(p.RESIDUAL_1, self.layer):
             x = x + y
         with during(p.LN_2, self.layer):
@@ -159,11 +177,12 @@ class GPT2(nn.Module):
         start: Tensor | None = None,
         span: int | None = None,
         last: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V] of `ids` [B, T], or [B, V] of row `last` [B] of each sequence.
 
-        With a cache, row b's first token stands at position start[b] (0 if not given), and slots 0 … span-1 can be
-        seen; `span` must cover every position of this call.
+        With a cache, sequence b is that of slots[b] (b if not given), its first token here stands at position start[b]
+        (0 if not given), and positions 0 … span-1 can be seen; `span` must cover every position of this call.
         """
         _, length = ids.shape
         position = torch.arange(length, device=ids.device)[None]  # [1 or B, T]
@@ -180,7 +199,7 @@ class GPT2(nn.Module):
         with during(p.ADD):
             x = token + place
         for block in self.h:
-            x = block(x, mask, cache, position)
+            x = block(x, mask, cache, position, slots)
         if last is not None:
             x = x[torch.arange(len(x), device=x.device), last]  # [B, C]
         with during(p.LN_F):

@@ -59,7 +59,12 @@ class Tokenizer:
         self._special = {token.content: i for i, token in added.items() if token.special}
         self._split = re.compile("(" + "|".join(map(re.escape, self._special)) + ")") if self._special else None
         self._special_ids = frozenset(self._special.values())
+        self._size = backend.get_vocab_size()
         self._bytes = self._byte_table(set(added)) if isinstance(backend.decoder, decoders.ByteLevel) else None
+        #: The same with nothing where special tokens are left out.
+        self._plain_bytes = (
+            None if self._bytes is None else [b"" if i in self._special_ids else b for i, b in enumerate(self._bytes)]
+        )
 
     @classmethod
     def gpt2(cls) -> Tokenizer:
@@ -93,7 +98,7 @@ class Tokenizer:
         return cls.gpt2()
 
     def __len__(self) -> int:
-        return self._backend.get_vocab_size()
+        return self._size
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`; with `special`, <|endoftext|> in it becomes that token."""
@@ -117,14 +122,33 @@ class Tokenizer:
             raise ModelError(f"the model's tokenizer cannot encode the text: {error}") from error
         return ids
 
-    def encode_many(self, texts: list[str]) -> list[list[int]]:
+    def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
-        return [encoding.ids for encoding in self._backend.encode_batch(texts, add_special_tokens=False)]
+        if special and self._split is not None and any(map(self._split.search, texts)):
+            return [self.encode(text, special=True) for text in texts]
+        try:
+            return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        except Exception:  # noqa: BLE001 - the backend raises nothing narrower; `encode` says what is wrong
+            return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
         stream = self.stream(special=special)
-        return "".join([*(stream.push(i) for i in ids), stream.flush()])
+        return stream.extend(ids) + stream.flush()
+
+    def joined_bytes(self, ids: Iterable[int], *, special: bool = False) -> bytes | None:
+        """The bytes of tokens one behind the other, or None if this tokenizer does not work on bytes. Ids that the
+        tokenizer does not know, which a padded vocabulary may have, are left out."""
+        table = self._bytes if special else self._plain_bytes
+        if table is None:
+            return None
+        known = ids if isinstance(ids, list | tuple) else list(ids)
+        try:
+            if known and min(known) < 0:
+                raise IndexError
+            return b"".join([table[i] for i in known])
+        except IndexError:
+            return b"".join([table[i] for i in known if 0 <= i < len(table)])
 
     def stream(self, *, special: bool = False) -> StreamDecoder:
         """A decoder that takes ids one by one."""
@@ -187,6 +211,12 @@ class StreamDecoder:
         self._pending.append(token)
         text = self._tokenizer._plain_decode(self._pending)
         return "" if text.endswith("\ufffd") else self._emit(text)
+
+    def extend(self, tokens: Iterable[int]) -> str:
+        """`push` for several tokens."""
+        tokens = list(tokens)
+        piece = self._tokenizer.joined_bytes(tokens, special=self._special)
+        return "".join(map(self.push, tokens)) if piece is None else self._utf8.decode(piece)
 
     def flush(self) -> str:
         """What is left when no more ids come; an unfinished character becomes U+FFFD."""

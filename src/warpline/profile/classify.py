@@ -17,11 +17,11 @@ CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "exchange"
 _OURS = {
     # "gathered", "multiplied", "computed" are stages of the persistent kernel
     "exchange": r"gathered(?!, computed)|agreed on",
-    "GEMM": r"matvec|matmul|head_argmax|products|multiplied|cpu_decode",
+    "GEMM": r"matvec|matmul|head_argmax|products|multiplied|cpu_decode|cpu_prefill",
     "attention": r"attention|computed",
     "reduction": r"layernorm|softmax|sample|row_statistics",
     "elementwise": r"gelu|append_token|noise",
-    "memory": r"embedding|last_rows",
+    "memory": r"embedding|last_rows|admit|report",
 }
 #: Operators of torch on the host: the whole name.
 _OPERATORS = {

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.ours import Naive, OnCpuInt8, OnPersistent
 from warpline.bench.protocol import timed
 from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
@@ -27,7 +25,7 @@ from warpline.errors import ConfigError
 from warpline.model.weights import read_config
 from warpline.profile import stamps
 from warpline.profile.events import Aggregate, Event, aggregate
-from warpline.profile.instruments import Mark, Span, by_order, naming_loops, reason_against, sequencer_of, watched
+from warpline.profile.instruments import Mark, Span, naming_loops, reason_against, sequencer_of, watched
 from warpline.profile.session import PHASES, Launches, ModulePath, Phase, Session, Work
 
 logger = logging.getLogger(__name__)
@@ -91,7 +89,7 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
     machine's limits, and may still have the weights."""
     kind, device, case = methods.find(wish.method), torch.device(wish.device), wish.case
     bench = bench or Bench(Settings(wish.device))
-    if issubclass(kind, OnCpuInt8) != (wish.dtype == "int8"):
+    if reason_against(kind) is None and (kind.stored == "int8") != (wish.dtype == "int8"):
         raise ConfigError(f"{wish.method} has no {wish.dtype}: weights in int8 are those of cpu --dtype int8 alone")
     for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(read_config(case.model))):
         if reason is not None:
@@ -104,12 +102,13 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
     generator = torch.Generator().manual_seed(case.prompt)
     prompts = torch.randint(weights.config.vocab_size, (case.batch, case.prompt), generator=generator).to(device)
     method = kind(weights, case, device)
+    given = method.given(prompts)
     try:
         with naming_loops(kind):  # a CPU's code is compiled when it is first called
             for _ in range(1 + kind.warm_up):
-                method.generate(prompts, case.new)
+                method.generate(given, case.new)
         tick(1)
-        recorder = _Recorder(method, prompts, wish)
+        recorder = _Recorder(method, given, wish)
         phases = []
         for name in wish.phases:
             phases.append(recorder.phase(name))
@@ -140,13 +139,13 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
 @dataclass(slots=True)
 class _Recorder:
     method: Method
-    prompts: Tensor
+    given: Any  # prompts, as the method takes them
     wish: Wish
     notes: list[str] = field(default_factory=list)
 
     @property
     def _device(self) -> torch.device:
-        return self.prompts.device
+        return self.method.device
 
     @property
     def _on_gpu(self) -> bool:
@@ -155,8 +154,10 @@ class _Recorder:
     def phase(self, name: str) -> Phase:
         """Record a phase, by stamps where the launch is one, by events where CUPTI does not answer."""
         plain = self._plain(name)
-        if name == "decode" and isinstance(self.method, OnPersistent):
-            return stamps.decode_phase(self.method, self.prompts, self.wish.steps, plain, self._work(name))
+        steps = self.wish.steps
+        if name == "decode" and (stamped := self.method.stamped(self.given, steps + 1, stamps.RUNS)) is not None:
+            layers = self.method.weights.config.n_layer
+            return stamps.decode_phase(stamped, layers, steps, plain, self._work(name))
         source = "kineto"
         try:
             found = self._recorded(name, _kineto)
@@ -170,7 +171,7 @@ class _Recorder:
                 f"{name}: {100 * share:.0f} % of the kernels or operators come from a graph, compiled code or a "
                 "library of which no table exists; they are counted to the step itself"
             )
-        elif by_order(self.method):
+        elif self.method.by_order:
             self.notes.append("graphs and compiled code are given to modules by the order of their products")
         mean = statistics.fmean(found.steps)
         return Phase(
@@ -190,17 +191,17 @@ class _Recorder:
 
     def _plain(self, name: str) -> float:
         """µs of a step when nobody looks: the median of a few."""
-        one = [timed(lambda: self.method.generate(self.prompts, 1), self._device) for _ in range(3)]
+        one = [timed(lambda: self.method.generate(self.given, 1), self._device) for _ in range(3)]
         first = statistics.median(one)
         if name == "prefill":
             return 1e6 * first
         new = self.wish.case.new
-        whole = [timed(lambda: self.method.generate(self.prompts, new), self._device) for _ in range(3)]
+        whole = [timed(lambda: self.method.generate(self.given, new), self._device) for _ in range(3)]
         return max(1e6 * (statistics.median(whole) - first) / (new - 1), 0.01)
 
     def _work(self, name: str) -> Work:
         context = self.wish.context
-        if isinstance(self.method, Naive):  # the whole text every time, and the logits of every position
+        if self.method.recomputes:  # the whole text every time, and the logits of every position
             length = context if name == "prefill" else context + 1 + WARM_STEPS + self.wish.steps // 2
             return Work(length, 0, length, naive=True)
         if name == "prefill":
@@ -212,7 +213,7 @@ class _Recorder:
         calls, new, skip = (1, self.wish.case.new, 1 + WARM_STEPS) if name == "decode" else (1 + PROMPTS, 1, 1)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        events = record(self.method, self.prompts, new, calls)
+        events = record(self.method, self.given, new, calls)
         sequencer = sequencer_of(self.method, name)
         return aggregate(events, expected=calls * new, skip=skip, on_gpu=self._on_gpu, sequencer=sequencer)
 
@@ -222,10 +223,10 @@ class CuptiMissingError(ConfigError):
 
 
 #: Watches some generations of so many tokens, and gives the events.
-Recording = Callable[[Method, Tensor, int, int], list[Event]]
+Recording = Callable[[Method, Any, int, int], list[Event]]
 
 
-def _run(method: Method, prompts: Tensor, new: int, calls: int, mark: Mark, end: Mark, span: Span) -> None:
+def _run(method: Method, given: Any, new: int, calls: int, mark: Mark, end: Mark, span: Span) -> None:
     """Some generations while they are watched. A prompt begins where its generation does, with whatever is prepared
     there, so the method's own first mark is left out."""
     begun = False
@@ -240,14 +241,15 @@ def _run(method: Method, prompts: Tensor, new: int, calls: int, mark: Mark, end:
         for _ in range(calls):
             begun = False
             mark()
-            method.generate(prompts, new)
-            if prompts.is_cuda:
-                torch.cuda.synchronize(prompts.device)
+            method.generate(given, new)
+            if method.device.type == "cuda":
+                torch.cuda.synchronize(method.device)
             end()
 
 
-def _kineto(method: Method, prompts: Tensor, new: int, calls: int) -> list[Event]:
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if prompts.is_cuda else [])]
+def _kineto(method: Method, given: Any, new: int, calls: int) -> list[Event]:
+    on_gpu = method.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
 
     def mark(name: str) -> None:
         with record_function(name):
@@ -260,13 +262,13 @@ def _kineto(method: Method, prompts: Tensor, new: int, calls: int) -> list[Event
     with _hushed():
         recorder.start()
     try:
-        _run(method, prompts, new, calls, lambda: mark(_MARK), lambda: mark(_END), span)
+        _run(method, given, new, calls, lambda: mark(_MARK), lambda: mark(_END), span)
     finally:
         with _hushed():
             recorder.stop()
     results: Any = recorder.profiler
     events = convert(results.kineto_results.events())
-    if prompts.is_cuda and not any(event.kind == "kernel" for event in events):
+    if on_gpu and not any(event.kind == "kernel" for event in events):
         raise CuptiMissingError("torch.profiler sees nothing of this GPU (CUPTI is missing, or in use elsewhere)")
     return events
 
@@ -303,7 +305,7 @@ def _is_device(event: Any) -> bool:
     return str(event.device_type()).endswith("CUDA")
 
 
-def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> list[Event]:
+def _by_events(method: Method, given: Any, new: int, calls: int) -> list[Event]:
     """Without CUPTI: an event before and behind every module, as if it were one kernel."""
     taken: list[tuple[str, ModulePath, Any, Any]] = []
 
@@ -325,8 +327,8 @@ def _by_events(method: Method, prompts: Tensor, new: int, calls: int) -> list[Ev
         taken.append(("kernel", path, begin, recorded()))
 
     base = recorded()
-    _run(method, prompts, new, calls, noted("mark"), noted("end"), span)
-    torch.cuda.synchronize(prompts.device)
+    _run(method, given, new, calls, noted("mark"), noted("end"), span)
+    torch.cuda.synchronize(method.device)
     return timed_spans([
         (kind, path, 1e3 * base.elapsed_time(a), 1e3 * base.elapsed_time(b or a)) for kind, path, a, b in taken
     ])  # fmt: skip

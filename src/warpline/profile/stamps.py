@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from warpline.kernels.persistent import LAYER_STAMPS, TOKEN_STAMPS
 from warpline.profile.names import stamp_path
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Phase, SpanRow, Work
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from warpline.bench.methods.ours import OnPersistent
-    from warpline.engine.state import State
+    from warpline.bench.methods.base import Stamped
 
 ENTRY = "warpline_decode"
 #: Launches that are timed.
@@ -50,41 +46,11 @@ def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) ->
     return [(scale * sum(s) / len(s), scale * min(s), scale * max(s)) for s in cycles]
 
 
-def decode_phase(method: OnPersistent, prompts: Tensor, steps: int, plain_us: float, work: Work) -> Phase:
-    """Run the method with a stamped program, and read its clocks."""
-    import torch
-
-    from warpline.engine.persistent_exec import PersistentExecutor
-
-    executor = method._executor
-    assert isinstance(executor, PersistentExecutor)
-    config, before = executor.config, executor.extents
-    modules = stages(config.n_layer)
-    tokens = steps + 1
-    launches: list[tuple[Any, Any]] = []
-    decode = executor._decode
-
-    def timed_decode(state: State, n: int) -> None:
-        """Between two events of the GPU: what the host does in the meantime is not counted."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        decode(state, n)
-        end.record()
-        launches.append((begin, end))
-
-    executor.extents = replace(before, stamped_tokens=tokens)
-    executor.stamps = torch.zeros(before.blocks, tokens * len(modules), dtype=torch.int64, device=executor.device)
-    vars(executor)["_decode"] = timed_decode
-    try:
-        for _ in range(1 + RUNS):  # the first compiles, and is not counted
-            method.generate(prompts, 1 + tokens)
-        clocks: Any = executor.stamps.cpu().tolist()  # of the last, and waits for it
-    finally:
-        del vars(executor)["_decode"]
-        executor.extents, executor.stamps = before, None
-    runs = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[-RUNS:]]
-    each = stage_times(clocks, len(modules), statistics.median(runs))
-    return stamped_phase(modules, each, steps, runs, plain_us, work)
+def decode_phase(stamped: Stamped, layers: int, steps: int, plain_us: float, work: Work) -> Phase:
+    """What the clocks of a stamped program say, in the time that its launches took."""
+    modules, clocks = stages(layers), stamped.clocks.tolist()
+    each = stage_times(clocks, len(modules), statistics.median(stamped.us))
+    return stamped_phase(modules, each, steps, stamped.us, plain_us, work)
 
 
 def stamped_phase(

@@ -155,14 +155,17 @@ class _Bench:
     def _times(self, candidates: Sequence[dict[str, int]], overlapping: bool) -> list[Times]:
         from warpline.bench.timing import time_in_turn
         from warpline.kernels import launch
+        from warpline.kernels.verify import made_for
 
-        spec, numbers = self._trial.spec, self._trial.spec.number_values(self._trial.dims)
-        pairs = list(zip(self._inputs, self._outputs, strict=True))
+        spec, dims = self._trial.spec, self._trial.dims
+        numbers = spec.number_values(dims)
+        sets = list(enumerate(zip(self._inputs, self._outputs, strict=True)))
 
         def way(tunables: dict[str, int]) -> Callable[[int], None]:
             options = {"tunables": tunables, "numbers": numbers, "overlapping": overlapping}
-            calls = [launch.Call(spec, i, outputs=o, **options) for i, o in pairs]
+            fitting = [(made_for(spec, i, tunables, dims, seed, full=True), o) for seed, (i, o) in sets]
+            calls = [launch.Call(spec, i, outputs=o, **options) for i, o in fitting]
             return lambda i: calls[i].launch()
 
-        found = time_in_turn([way(tunables) for tunables in candidates], len(pairs))
+        found = time_in_turn([way(tunables) for tunables in candidates], len(sets))
         return [(timing.median, timing.p20, timing.p80) for timing in found]

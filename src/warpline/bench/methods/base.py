@@ -6,15 +6,23 @@ import atexit
 import importlib.util
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from warpline import hardware
+from warpline.bench.requests import Asked, batches
 from warpline.bench.workloads import Case
+from warpline.errors import ConfigError
+from warpline.model.parameters import Step
 from warpline.model.weights import Weights
+
+if TYPE_CHECKING:
+    from warpline.engine.executors.graph.schedule import Step as Op
 
 #: About what torch.compile takes for a case, for planning.
 COMPILE_SECONDS = 25.0
@@ -44,6 +52,38 @@ class Converted:
         self._folder = self._of = None
 
 
+class Watcher(Protocol):
+    """Sees a method run: it is told where steps begin, and which part of the model the host is in."""
+
+    def step(self) -> None:
+        """A pass over prompts begins, or a decode step."""
+
+    def part(self, step: Step, layer: int | None) -> AbstractContextManager[object]:
+        """Around a step of the model."""
+
+    def module(self, name: str) -> Callable[[], AbstractContextManager[object]] | None:
+        """What to enter around a module that transformers calls so; None where it has no place of its own."""
+
+    def whole(self) -> AbstractContextManager[object]:
+        """Around all that a step does, where nothing smaller can be seen."""
+
+
+class Stamped(NamedTuple):
+    """Launches of many tokens, seen from inside."""
+
+    us: list[float]  # of each launch, per token, on the GPU's clock
+    clocks: Tensor  # [blocks, tokens * stages], of the last
+
+
+class Counts(NamedTuple):
+    """What an engine has done so far."""
+
+    steps: int
+    lane_steps: int
+    busy_seconds: float
+    idle_seconds: float
+
+
 class Method(ABC):
     """Greedy generation with given weights. Calls may return before the device has finished."""
 
@@ -58,10 +98,22 @@ class Method(ABC):
     exact: bool = True
     #: How it stores weights, if not as the case says.
     stored: str | None = None
+    #: Whether torch.compile makes its code, and whether the whole text goes through the model for every token.
+    compiled: bool = False
+    recomputes: bool = False
     #: Generations before the one that is judged and the ones that are timed: what compiles needs some.
     warm_up: int = 0
     #: About how long it takes before its first token, for planning a run that may not take long.
     startup_seconds: float = 1.0
+    #: How it answers requests of different lengths: "together", as slots become free, or in "padded" batches.
+    serves: str | None = None
+    #: Of padded batches: whether prompts may differ in length after all, and whether shapes should be few.
+    ragged: bool = False
+    fixed: bool = False
+    #: Why nothing can be seen of how it computes, where it cannot be watched.
+    unseen: str = "computes outside of torch, and nothing can be seen of it: 'warpline bench' times it"
+    #: Whether only the order of its products tells which module a kernel belongs to.
+    by_order: bool = False
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         self.weights, self.case, self.device = weights, case, device
@@ -75,6 +127,8 @@ class Method(ABC):
             return f"has no {case.dtype}"
         if case.window is not None and not cls.windows:
             return "knows no sliding window"
+        if case.kind == "throughput" and cls.serves is None:
+            return "padded batches are measured for static-kv-compile, hf-sdpa and ctranslate2 only"
         return cls.missing()
 
     @classmethod
@@ -87,9 +141,43 @@ class Method(ABC):
     def begin(cls, case: Case, device: torch.device) -> None:
         """Begin what takes long and needs no weights, as a program would that loads them meanwhile."""
 
+    def given(self, prompts: Tensor) -> Any:
+        """Prompts [B, P] on the device in the form in which `generate` takes them; making it is not timed. Those that
+        are asked for tokens on the device get them there; those that begin and end on the host get ids there."""
+        return prompts
+
     @abstractmethod
-    def generate(self, prompts: Tensor, new: int) -> Tensor:
-        """`new` tokens [B, new] behind `prompts` [B, P], never ending early."""
+    def generate(self, prompts: Any, new: int) -> Tensor:
+        """`new` tokens [B, new] behind what `given` made of prompts, never ending early."""
+
+    def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
+        """The tokens of requests that come all at once, some of them at a time, in their order. Ids come from the host
+        and tokens go there."""
+        positions = self.weights.config.n_positions
+        for some in batches(asked, batch, positions, ragged=self.ragged, fixed=self.fixed):
+            prompts = some.prompts if self.ragged else self.given(some.rectangle.to(self.device))
+            tokens: list[list[int]] = self.generate(prompts, some.new).tolist()
+            yield [row[: one.new] for row, one in zip(tokens, some.asked, strict=False)]
+
+    def counts(self) -> Counts | None:
+        """What its engine has done, where it has one."""
+        return None
+
+    # --- to be looked into --------------------------------------------------------------------------------------------
+
+    def watch(self, watcher: Watcher) -> AbstractContextManager[object]:
+        """While this is open, the watcher is told what happens."""
+        raise ConfigError(f"{self.title} {self.unseen}")
+
+    def table(self, phase: str) -> Sequence[Op] | None:
+        """The ops of the last pass of a phase, where there is a table of them."""
+        return None
+
+    def stamped(self, prompts: Any, tokens: int, runs: int) -> Stamped | None:
+        """Launches of so many tokens, behind one that is not counted; None where a launch is not many tokens."""
+        return None
+
+    # --- what it takes ------------------------------------------------------------------------------------------------
 
     def peak_bytes(self) -> int:
         """The most memory it has taken: on a GPU what was allocated, else of the whole process."""

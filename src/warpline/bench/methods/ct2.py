@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class CTranslate2(Method):
     packages = ("ctranslate2", "transformers")
     quantization = "float32"
     startup_seconds = 3.0
+    serves = "padded"
+    ragged = True  # it pads by itself
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
@@ -74,9 +77,10 @@ class CTranslate2(Method):
         self._tokenizer = weights.tokenizer()
         self._worker = _fastest([_Worker(target, self.quantization, setting) for setting in _LIBRARIES])
 
-    def generate(self, prompts: Tensor, new: int) -> Tensor:
+    def generate(self, prompts: Tensor | Sequence[Sequence[int]], new: int) -> Tensor:
         """Greedy, to the full length."""
-        texts = [[self._tokenizer.piece(i) for i in row] for row in prompts.tolist()]
+        rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        texts = [[self._tokenizer.piece(i) for i in row] for row in rows]
         return torch.tensor(self._worker.ask({"prompts": texts, "new": new}))
 
     def peak_bytes(self) -> int:

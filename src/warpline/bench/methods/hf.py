@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Method
+from warpline.bench.methods.base import COMPILE_SECONDS, Method, Watcher
 from warpline.bench.workloads import Case
 from warpline.model.weights import Weights, checkpoint
 
@@ -56,6 +59,14 @@ class _Transformers(Method):
         )
         return out[:, prompts.shape[1] :]
 
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Its generate prepares inputs before every step; modules are seen by hooks, unless they were compiled."""
+        with _called_before(self.model, "prepare_inputs_for_generation", watcher.step), ExitStack() as stack:
+            if not self.compiled:
+                stack.enter_context(_hooked(self.model, watcher))
+            yield
+
     def close(self) -> None:
         """The model holds copies."""
         super().close()
@@ -74,6 +85,7 @@ class Sdpa(_Transformers):
 
     title = "transformers, SDPA"
     attention = "sdpa"
+    serves = "padded"
 
 
 class StaticCompiled(_Transformers):
@@ -83,5 +95,49 @@ class StaticCompiled(_Transformers):
     attention = "sdpa"
     devices = ("cuda",)
     cache = "static"
+    compiled = by_order = True
     warm_up = 2
     startup_seconds = COMPILE_SECONDS
+
+
+@contextmanager
+def _called_before(model: Any, name: str, call: Callable[[], None]) -> Iterator[None]:
+    """While this is open, the model's method of that name calls something first."""
+    before = getattr(model, name)
+
+    @functools.wraps(before)  # transformers looks at its signature
+    def both(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return before(*args, **kwargs)
+
+    object.__setattr__(model, name, both)
+    try:
+        yield
+    finally:
+        del vars(model)[name]
+
+
+@contextmanager
+def _hooked(model: Any, watcher: Watcher) -> Iterator[None]:
+    """The watcher is inside transformers' modules while they run."""
+    entered: list[AbstractContextManager[object]] = []
+    hooks = []
+
+    def enters(span: Callable[[], AbstractContextManager[object]]) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            entered.append(span())
+            entered[-1].__enter__()
+
+        return enter
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
+
+    for name, module in model.named_modules():
+        if (span := watcher.module(name)) is not None:
+            hooks += [module.register_forward_pre_hook(enters(span)), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

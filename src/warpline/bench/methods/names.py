@@ -1,9 +1,11 @@
-"""The names of the methods, for whoever must not wait for torch."""
+"""The names of the methods, for code that must not wait for torch."""
 
 from __future__ import annotations
 
-#: Every method and its home; loaded when chosen. The first is what the others are compared with.
+#: Every method and its home; loaded when chosen. Rows come in this order, ours as it is used before all others.
 METHODS = {
+    "warpline": "ours:OnLLM",
+    "warpline-int8": "ours:OnLLMInt8",
     "naive": "ours:Naive",
     "naive-compile": "ours:NaiveCompiled",
     "torch": "ours:OnTorch",
@@ -24,7 +26,9 @@ METHODS = {
     "onnxruntime": "ort:OnnxRuntime",
 }
 
+#: What a user calls, and what all are compared with where it was measured.
+HEADLINE, BASELINE = "warpline", "naive"
 #: Those with int8 weights; `--dtype int8` means them.
-INT8 = ("cpu-int8", "ctranslate2-int8")
+INT8 = ("warpline-int8", "cpu-int8", "ctranslate2-int8")
 #: Those that are ours to be proud of, or not.
-OURS = ("torch", "torch-compile", "cpu", "cpu-int8", "kernels", "graph", "persistent")
+OURS = ("warpline", "warpline-int8", "torch", "torch-compile", "cpu", "cpu-int8", "kernels", "graph", "persistent")

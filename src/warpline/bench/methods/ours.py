@@ -1,23 +1,108 @@
-"""The readable model and our executors."""
+"""The readable model, our executors, and `LLM` as it is used."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Method
+from warpline.bench.methods.base import COMPILE_SECONDS, Counts, Method, Stamped, Watcher
+from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
 from warpline.config import SamplingParams
-from warpline.engine import executor as executors
-from warpline.engine.state import Request, State
-from warpline.engine.torch_exec import TorchExecutor
+from warpline.engine import executors
+from warpline.engine.crossing import BROKEN, FAULT
+from warpline.engine.executors.pytorch import TorchExecutor
+from warpline.engine.llm import LLM
+from warpline.engine.request import Request, Span
+from warpline.engine.slots import Slots
 from warpline.model.gpt2 import GPT2
+from warpline.model.observe import observed
 from warpline.model.quantise import quantised
 from warpline.model.weights import Weights, read_config
+
+if TYPE_CHECKING:
+    from warpline.engine.executors.graph.schedule import Step as Op
+
+#: What the cpu executor's work on a phase is called among operators.
+CPU_CALL = "warpline_cpu_{}"
+
+
+@functools.cache
+def _greedy(new: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+
+
+class OnLLM(Method):
+    """From lists of ids to texts, through everything that lies between."""
+
+    title = "warpline (LLM.generate)"
+    windows = True
+    warm_up = 3  # it may choose the graph executor
+    startup_seconds = 3.0
+    serves = "together"
+    unseen = "is an executor behind a queue of requests: profile that executor"
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        self._llm = LLM.of(weights, device, case.dtype, window=case.window)
+
+    @classmethod
+    def begin(cls, case: Case, device: torch.device) -> None:
+        """As `LLM` does."""
+        config, dtype = read_config(case.model), cls.stored or case.dtype
+        executors.begin(executors.choose("auto", device, config, dtype), config, device, dtype)
+
+    def given(self, prompts: Tensor) -> list[list[int]]:
+        """Ids on the host."""
+        ids: list[list[int]] = prompts.tolist()
+        return ids
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> Tensor:
+        """Texts are made, and asked for; their ids are what is judged."""
+        return torch.tensor(self._written(prompts, _greedy(new)))
+
+    def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
+        """All in one call."""
+        yield self._written([one.prompt for one in asked], [_greedy(one.new) for one in asked])
+
+    def _written(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[list[int]]:
+        completions = self._llm.generate(list(prompts), params)
+        for completion in completions:
+            _ = completion.text  # made when it is asked for
+        return [list(completion.token_ids) for completion in completions]
+
+    def counts(self) -> Counts:
+        """Of its engine."""
+        stats = self._llm.engine.stats
+        return Counts(stats.steps, stats.lane_steps, stats.busy_seconds, stats.idle_seconds)
+
+    def close(self) -> None:
+        """It holds slots."""
+        super().close()
+        self._llm.close()
+        del self._llm
+
+
+class OnLLMInt8(OnLLM):
+    """The same with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
+
+    title = "warpline (LLM.generate), int8 weights"
+    devices = ("cpu",)
+    exact = False
+    stored = "int8"
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(_in_int8(weights), replace(case, dtype=self.stored), device)
 
 
 class Naive(Method):
@@ -25,6 +110,7 @@ class Naive(Method):
 
     title = "naive PyTorch, no KV cache"
     windows = True
+    recomputes = True
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
@@ -42,11 +128,22 @@ class Naive(Method):
             text = torch.cat((text, logits.argmax(dim=-1, keepdim=True)), dim=1)
         return text[:, prompts.shape[1] :]
 
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Every pass is a step; the model names its parts, unless it was compiled."""
+        hook = self.model.register_forward_pre_hook(lambda *_: watcher.step())
+        try:
+            with _parts(self, watcher):
+                yield
+        finally:
+            hook.remove()
+
 
 class NaiveCompiled(Naive):
     """The same under torch.compile, which is told that lengths change."""
 
     title = "naive PyTorch, torch.compile"
+    compiled = by_order = True
     warm_up = 1
     startup_seconds = COMPILE_SECONDS
 
@@ -55,8 +152,8 @@ class NaiveCompiled(Naive):
         self.model = torch.compile(self.model, dynamic=True)
 
 
-class _OnExecutor(Method):
-    """One of our executors, without tokenizer and stop texts."""
+class OnExecutor(Method):
+    """One of our executors, from ids on the host to ids on the host: without queue, tokenizer and stop texts."""
 
     executor: str
     windows = True
@@ -66,38 +163,88 @@ class _OnExecutor(Method):
         config = case.windowed(weights.config)
         used = weights if config == weights.config else replace(weights, config=config)
         self._executor = executors.create(self.executor, used, device, case.dtype)
-        self._state: State | None = None
-        self._params = functools.cache(lambda new: SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
+        self._slots: Slots | None = None
+        self._pass = 0  # of those over the prompts of one generation
 
     @classmethod
     def begin(cls, case: Case, device: torch.device) -> None:
         """As `LLM` does."""
         executors.begin(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
 
-    def generate(self, prompts: Tensor, new: int) -> Tensor:
-        """Prefill and decode in one state, kept for the next time."""
-        batch, length = prompts.shape
-        if self._state is None:
-            self._state = self._executor.allocate(self.case.batch, self.case.prompt + max(self.case.new, 1))
-        state, params = self._state, self._params(new)
-        state.begin([Request(row, params, 0, i, length + new) for i, row in enumerate(prompts.unbind())])
-        self._executor.prefill(state)
+    def given(self, prompts: Tensor) -> list[np.ndarray]:
+        """Ids on the host."""
+        return list(prompts.cpu().numpy())
+
+    def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
+        """Prompts into slots that are kept for the next time, through the model, and the tokens out of them."""
+        slots, lanes = self._prompted(prompts, new)
+        try:
+            if new > 1:
+                self._executor.decode(slots, lanes, new - 1)
+            news = slots.report(lanes, new).wait()
+        finally:
+            self._release(slots, lanes)
+        if (news.flags & (BROKEN | FAULT)).any():
+            raise self._executor.fault() or RuntimeError("its logits are no numbers")
+        return torch.from_numpy(news.tokens[:, :new].astype(np.int64))
+
+    def _prompted(self, prompts: Sequence[np.ndarray], new: int) -> tuple[Slots, list[int]]:
+        """Slots with the first token behind each prompt, and which they are."""
+        if self._slots is None:
+            self._slots = self._executor.allocate(self.case.batch, self.case.prompt + max(self.case.new, 1))
+        slots, params = self._slots, _greedy(new)
+        lanes = slots.admit([Request(row, params, 0, i, len(row) + new) for i, row in enumerate(prompts)])
         if new > 1:
-            self._executor.decode(state, new - 1)
-        return state.tokens[:batch, length : length + new]
+            self._executor.compile_ahead(slots, lanes)
+        for number, spans in enumerate(_passes(lanes, prompts, self._executor.prompt_tokens)):
+            self._pass = number
+            self._executor.prefill(slots, spans)
+        return slots, lanes
+
+    @staticmethod
+    def _release(slots: Slots, lanes: Sequence[int]) -> None:
+        """So that the next time finds the same slots in the same order."""
+        for slot in reversed(lanes):
+            slots.release(slot)
+
+    def watch(self, watcher: Watcher) -> AbstractContextManager[object]:
+        """By the executor's own marks; passes over the prompts of one generation are one step."""
+
+        def mark(phase: str) -> None:
+            if phase == "decode" or self._pass == 0:
+                watcher.step()
+
+        return self._executor.trace(mark)
+
+    def table(self, phase: str) -> Sequence[Op] | None:
+        """The executor's."""
+        return self._executor.table(phase)
+
+    def close(self) -> None:
+        """Slots and what is bound to them."""
+        super().close()
+        self._slots = None
+        del self._executor
 
 
-class OnTorch(_OnExecutor):
+class OnTorch(OnExecutor):
     """The torch executor: the readable model with a KV cache."""
 
     title = "warpline torch executor"
     executor = "torch"
+
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """The model names its parts as well, unless it was compiled."""
+        with super().watch(watcher), _parts(self, watcher):
+            yield
 
 
 class OnTorchCompiled(OnTorch):
     """The same under torch.compile."""
 
     title = "warpline torch executor, torch.compile"
+    compiled = by_order = True
     warm_up = 1
     startup_seconds = COMPILE_SECONDS
 
@@ -107,13 +254,38 @@ class OnTorchCompiled(OnTorch):
         self._executor.model = torch.compile(self._executor.model, dynamic=True)  # type: ignore[assignment]
 
 
-class OnCpu(_OnExecutor):
+class OnCpu(OnExecutor):
     """The cpu executor: a team of threads decodes many tokens in one call."""
 
     title = "warpline cpu executor"
     executor = "cpu"
     devices = ("cpu",)
     startup_seconds = 3.0
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(weights, case, device)
+        self._seen = ExitStack()  # what a step that is watched is inside of
+
+    def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
+        """With the last step it ends."""
+        with self._seen:
+            return super().generate(prompts, new)
+
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Of compiled code nothing is seen but that it runs: each step has a name among torch's operators, and a decode
+        step is the whole model."""
+
+        def mark(phase: str) -> None:
+            self._seen.close()
+            if phase == "decode" or self._pass == 0:
+                watcher.step()
+            if phase == "decode":
+                self._seen.enter_context(watcher.whole())
+            self._seen.enter_context(record_function(CPU_CALL.format(phase)))
+
+        with self._executor.trace(mark):
+            yield
 
 
 class OnCpuInt8(OnCpu):
@@ -124,11 +296,10 @@ class OnCpuInt8(OnCpu):
     stored = "int8"
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
-        is_plain = weights.tensors["wte.weight"].dtype != torch.int8
-        super().__init__(quantised(weights) if is_plain else weights, replace(case, dtype=self.stored), device)
+        super().__init__(_in_int8(weights), replace(case, dtype=self.stored), device)
 
 
-class OnKernels(_OnExecutor):
+class OnKernels(OnExecutor):
     """The kernels executor: one launch per op."""
 
     title = "warpline kernels executor"
@@ -145,10 +316,56 @@ class OnGraph(OnKernels):
     executor = "graph"
 
 
-class OnPersistent(_OnExecutor):
+class OnPersistent(OnExecutor):
     """The persistent executor: one launch decodes many tokens."""
 
     title = "warpline persistent executor"
     executor = "persistent"
     devices = ("cuda",)
     startup_seconds = 3.0
+
+    def stamped(self, prompts: Sequence[np.ndarray], tokens: int, runs: int) -> Stamped:
+        """Each launch between two events of the GPU: what the host does in the meantime is not counted."""
+        from warpline.engine.executors.persistent.executor import PersistentExecutor
+
+        assert isinstance(self._executor, PersistentExecutor)
+        launches = []
+        with self._executor.stamped(tokens) as clocks:
+            for _ in range(1 + runs):  # the first compiles
+                slots, lanes = self._prompted(prompts, 1 + tokens)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                self._executor.decode(slots, lanes, tokens)
+                end.record()
+                slots.report(lanes, 1 + tokens).wait()
+                self._release(slots, lanes)
+                launches.append((begin, end))
+            seen = clocks.cpu()
+        return Stamped([1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]], seen)
+
+
+def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> Iterator[list[Span]]:
+    """Prompts in their order, as much of them at once as the executor takes."""
+    spans: list[Span] = []
+    left = most
+    for slot, prompt in zip(lanes, prompts, strict=True):
+        start = 0
+        while start < len(prompt):
+            end = min(len(prompt), start + left)
+            spans.append(Span(slot, start, end, (slot,) if end == len(prompt) else ()))
+            left -= end - start
+            start = end
+            if not left:
+                yield spans
+                spans, left = [], most
+    if spans:
+        yield spans
+
+
+def _parts(method: Method, watcher: Watcher) -> AbstractContextManager[object]:
+    """The readable model's own names; compiled code has none."""
+    return ExitStack() if method.compiled else observed(watcher.part)
+
+
+def _in_int8(weights: Weights) -> Weights:
+    return weights if weights.tensors["wte.weight"].dtype == torch.int8 else quantised(weights)

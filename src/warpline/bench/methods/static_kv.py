@@ -7,13 +7,14 @@ that a step needs nothing from the host. Only operators of PyTorch; `torch.compi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Method
+from warpline.bench.methods.base import COMPILE_SECONDS, Method, Watcher
 from warpline.bench.workloads import Case
 from warpline.config import ACTIVATIONS
 from warpline.model.gpt2 import activate
@@ -99,11 +100,17 @@ class StaticModel(nn.Module):
         return F.linear(x, self.head)
 
 
+#: From ids [B, T] at positions [T] to the next token [B, 1].
+Next = Callable[[Tensor, Tensor], Tensor]
+Mark = Callable[[], None]
+
+
 class _Graphs:
-    """The prompt's pass and a step, each captured once in a CUDA graph; what goes in and out has its place."""
+    """The prompt's pass and a step, each captured once in a CUDA graph; what goes in and out has its place. Where
+    prompts differ in length their pass is no graph: with so many tokens, nothing waits for launches."""
 
     @torch.no_grad()
-    def __init__(self, next_token: Callable[[Tensor, Tensor], Tensor], case: Case, device: torch.device):
+    def __init__(self, first: Next, following: Next, case: Case, device: torch.device, *, any_length: bool):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
@@ -111,20 +118,25 @@ class _Graphs:
         self._token, self._position, self._count = zeros(case.batch, 1), zeros(1), zeros(1)
         self._places = torch.arange(case.prompt, device=device)  # a graph keeps addresses, so nothing here may go
 
-        def begin() -> None:
-            self._token.copy_(next_token(self.prompts, self._places))
-            self._position.fill_(case.prompt)
+        def begin(prompts: Tensor) -> None:
+            length = prompts.shape[1]
+            self._token.copy_(first(prompts, self._places[:length]))
+            self._position.fill_(length)
             self._count.zero_()
             self.tokens[:, :1] = self._token
 
+        def begin_in_place() -> None:
+            begin(self.prompts)
+
         def step() -> None:
-            self._token.copy_(next_token(self._token, self._position))
+            self._token.copy_(following(self._token, self._position))
             self._position.add_(1)
             self._count.add_(1)
             self.tokens.index_copy_(1, self._count, self._token)
 
-        self._begin = self._captured(begin, begin)
-        self._step = self._captured(step, begin) if case.new > 1 else None
+        self._run = begin
+        self._begin = None if any_length else self._captured(begin_in_place, begin_in_place)
+        self._step = self._captured(step, begin_in_place) if case.new > 1 else None
 
     @staticmethod
     def _captured(work: Callable[[], None], before: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -142,14 +154,24 @@ class _Graphs:
             work()
         return graph
 
-    def generate(self, prompts: Tensor, new: int) -> Tensor:
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, new: int, mark: Mark) -> Tensor:
         """A copy, and a launch for each token."""
-        self.prompts.copy_(prompts)
-        self._begin.replay()
+        mark()
+        if self._begin is None:
+            self._run(prompts)
+        else:
+            self.prompts.copy_(prompts)
+            self._begin.replay()
         for _ in range(1, new):
             assert self._step is not None
+            mark()
             self._step.replay()
         return self.tokens[:, :new]
+
+
+def _nothing() -> None:
+    pass
 
 
 class StaticKV(Method):
@@ -157,41 +179,63 @@ class StaticKV(Method):
 
     title = "static KV cache, eager"
     windows = True
-    #: Whether torch.compile makes the kernels, and whether CUDA graphs launch them, where there is CUDA.
-    compiled, captured = False, False
+    by_order = True  # a model of plain functions
+    fixed = True
+    #: Whether CUDA graphs launch its kernels, where there is CUDA.
+    captured = False
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
         slots = min(-(-(case.prompt + case.new) // 64) * 64, weights.config.n_positions)
         self.model = StaticModel(weights, case.batch, slots, case.window).requires_grad_(False).eval()
-        self._next: Callable[[Tensor, Tensor], Tensor] = self._likeliest
+        self._first = self._next = self._likeliest
+        any_length = case.kind == "throughput"
         if self.compiled:
             self._next = torch.compile(self._likeliest, fullgraph=True, dynamic=False)
-        self._graphs = _Graphs(self._next, case, device) if self.captured and device.type == "cuda" else None
+            self._first = torch.compile(self._prompted, fullgraph=True, dynamic=True) if any_length else self._next
+        self._graphs: _Graphs | None = None
+        if self.captured and device.type == "cuda":
+            self._graphs = _Graphs(self._first, self._next, case, device, any_length=any_length)
+        self._mark: Mark = _nothing
 
     def _likeliest(self, ids: Tensor, position: Tensor) -> Tensor:
         """The token [B, 1] behind ids."""
         logits: Tensor = self.model(ids, position)
         return logits.argmax(dim=-1, keepdim=True)
 
+    def _prompted(self, ids: Tensor, position: Tensor) -> Tensor:
+        """The same, for code of its own that serves any length."""
+        return self._likeliest(ids, position)
+
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> Tensor:
         """The prompt in one pass, then a step per token; nothing waits for the host."""
         if self._graphs is not None:
-            return self._graphs.generate(prompts, new)
-        token = self._next(prompts, torch.arange(prompts.shape[1], device=self.device))
+            return self._graphs.generate(prompts, new, self._mark)
+        self._mark()
+        token = self._first(prompts, torch.arange(prompts.shape[1], device=self.device))
         tokens = [token]
         position = torch.full((1,), prompts.shape[1], device=self.device)
         for _ in range(1, new):
+            self._mark()
             token = self._next(token, position)
             tokens.append(token)
             position = position + 1
         return torch.cat(tokens, dim=1)
 
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Steps are told where they begin, replays of graphs too."""
+        self._mark = watcher.step
+        try:
+            yield
+        finally:
+            self._mark = _nothing
+
     def close(self) -> None:
         """The model holds the cache, and compiled code the model."""
         super().close()
-        del self.model, self._next, self._graphs
+        del self.model, self._first, self._next, self._graphs
 
 
 class StaticKVGraph(StaticKV):
@@ -207,6 +251,7 @@ class StaticKVCompiled(StaticKV):
 
     title = "static KV cache, torch.compile"
     compiled = captured = True
+    serves = "padded"
     warm_up = 1
     startup_seconds = COMPILE_SECONDS
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from warpline.errors import one_of
-from warpline.kernels.catalog import attention, group, products, rows, tokens
+from warpline.kernels.catalog import attention, group, products, prompts, rows, state, tokens
 from warpline.kernels.spec import KernelSpec
 
 CATALOG: dict[str, KernelSpec] = {
@@ -24,12 +24,14 @@ CATALOG: dict[str, KernelSpec] = {
         group.ROW_STATISTICS,
         *group.GROUP_MATMULS,
         attention.FLASH_ATTENTION,
-        attention.PROMPT_ATTENTION,
+        prompts.PROMPT_ATTENTION,
         attention.DECODE_ATTENTION,
         attention.APPEND_ATTENTION,
         tokens.HEAD_ARGMAX,
         tokens.SAMPLE,
-        tokens.APPEND_TOKEN,
+        state.APPEND_TOKEN,
+        state.ADMIT,
+        state.REPORT,
     )
 }
 

@@ -1,13 +1,26 @@
-"""Attention: of many queries at once, and of one new query over the KV cache."""
+"""Attention: of a rectangle of queries, and of one new query per sequence over the KV cache."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import arch_number
-from warpline.kernels.arguments import BITS, Absent, Dims, Scalar, count_of, reads, scratch, updates, views, writes
+from warpline.kernels.arguments import (
+    BITS,
+    Absent,
+    Dims,
+    Scalar,
+    count_of,
+    distinct,
+    reads,
+    scratch,
+    updates,
+    views,
+    writes,
+)
 from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
@@ -70,7 +83,17 @@ def _mask(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
     return torch.zeros(1, queries, keys, dtype=dtype, device=device).masked_fill(hidden, -torch.inf)
 
 
-def _flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
+#: Of both ops that attend to many queries at once.
+FLASH_TUNABLES = {
+    "tile_queries": (64, 32, 128),
+    "tile_keys": (64, 32, 128),
+    "warps": (4, 2, 8),
+    "teams": (1, 2, 4),
+    "stages": (2, 3),
+}
+
+
+def flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
     """Each warp has 16 queries or a multiple; in fp32 a tile is dealt to 16 x 16 threads."""
     queries, warps, teams = (tunables[n] for n in ("tile_queries", "warps", "teams"))
     if dtype == "fp32":
@@ -78,19 +101,19 @@ def _flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
     return queries % (16 * warps) == 0 and warps * teams <= MOST_WARPS
 
 
-def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
-    heads = dims["batch"] * dims["heads"]
+def flash_defaults(depth: int, blocks: Callable[[int], int], dtype: str, arch: str) -> Tunables:
+    """For heads of `depth`, where tiles of so many queries make so many blocks."""
     if dtype == "fp32":
-        roomy = arch_number(arch) in (80, 90, 100) and dims["depth"] <= 64
-        few = dims["depth"] > 64 or heads * -(-dims["queries"] // 64) < (132 if roomy else 264)
+        roomy = arch_number(arch) in (80, 90, 100) and depth <= 64
+        few = depth > 64 or blocks(64) < (132 if roomy else 264)
         # Shared memory decides how many keys: less on Turing, twice as much for each where heads are large.
-        keys = 128 if roomy else 32 if dims["depth"] > 64 or (not few and arch_number(arch) < 80) else 64
+        keys = 128 if roomy else 32 if depth > 64 or (not few and arch_number(arch) < 80) else 64
         return {"tile_queries": 32 if few else 64, "tile_keys": keys, "warps": 8, "teams": 1, "stages": 2}
-    if arch_number(arch) < 80 or dims["depth"] > 64:
-        keys = 32 if arch_number(arch) < 80 and dims["depth"] > 80 else 64
+    if arch_number(arch) < 80 or depth > 64:
+        keys = 32 if arch_number(arch) < 80 and depth > 80 else 64
         return {"tile_queries": 64, "tile_keys": keys, "warps": 4, "teams": 1, "stages": 2}
-    few = heads * -(-dims["queries"] // 128) < 264
-    grouped = arch_number(arch) == 90 and dims["depth"] == 64  # four warps multiply together there
+    few = blocks(128) < 264
+    grouped = arch_number(arch) == 90 and depth == 64  # four warps multiply together there
     return {
         "tile_queries": 64 if few or grouped else 128,
         "tile_keys": 64,
@@ -100,18 +123,22 @@ def _flash_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     }
 
 
-def _flash_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
+def flash_launch(blocks: int, depth: int, tunables: Tunables, dtype: str) -> Launch:
+    """So many blocks, each with memory for its queries and for the keys and values that are on their way."""
     size, queries, keys = DTYPE_BYTES[dtype], tunables["tile_queries"], tunables["tile_keys"]
-    row = -(-dims["depth"] // 16) * 16 * size + 16
-    grid = dims["batch"] * dims["heads"] * -(-dims["queries"] // queries)
+    row = -(-depth // 16) * 16 * size + 16
     if dtype == "fp32":
         shared = (queries + 2 * keys) * row + queries * (keys * size + 16)
     else:
         # Of each query and other team the softmax and the output, in fragments, behind what all of them read.
-        merged = (tunables["teams"] - 1) * queries * 4 * (8 + -(-dims["depth"] // 16) * 16)
+        merged = (tunables["teams"] - 1) * queries * 4 * (8 + -(-depth // 16) * 16)
         shared = max((queries + tunables["teams"] * tunables["stages"] * 2 * keys) * row, merged)
     teams = tunables["teams"]
-    return Launch(grid, tunables["warps"] * teams * THREADS_PER_WARP, shared, teams=teams)
+    return Launch(blocks, tunables["warps"] * teams * THREADS_PER_WARP, shared, teams=teams)
+
+
+def _flash_blocks(dims: Dims, tile_queries: int) -> int:
+    return dims["batch"] * dims["heads"] * -(-dims["queries"] // tile_queries)
 
 
 def _pairs(dims: Dims) -> int:
@@ -135,8 +162,6 @@ FLASH_ATTENTION = KernelSpec(
         views("k", "batch heads keys depth"),
         views("v", "batch heads keys depth"),
         reads("length", "batch", count_of("keys")),
-        Absent("cache_k", "{}"),
-        Absent("cache_v", "{}"),
         writes("y", "batch queries heads depth"),
         Scalar("batch"),
         Scalar("heads"),
@@ -146,16 +171,14 @@ FLASH_ATTENTION = KernelSpec(
         Scalar("scale", lambda dims: dims["depth"] ** -0.5),
     ),
     constants=("depth",),
-    tunables={
-        "tile_queries": (64, 32, 128),
-        "tile_keys": (64, 32, 128),
-        "warps": (4, 2, 8),
-        "teams": (1, 2, 4),
-        "stages": (2, 3),
-    },
-    default=_flash_defaults,
-    allows=_flash_allows,
-    launch=_flash_launch,
+    tunables=FLASH_TUNABLES,
+    default=lambda dims, dtype, arch: flash_defaults(
+        dims["depth"], lambda tile_queries: _flash_blocks(dims, tile_queries), dtype, arch
+    ),
+    allows=flash_allows,
+    launch=lambda dims, tunables, dtype: flash_launch(
+        _flash_blocks(dims, tunables["tile_queries"]), dims["depth"], tunables, dtype
+    ),
     flops=lambda dims: 4 * dims["batch"] * dims["heads"] * dims["depth"] * _pairs(dims),
     reference=_attention,
     peers={"SDPA": _sdpa, "three kernels": _plain},
@@ -177,72 +200,13 @@ FLASH_ATTENTION = KernelSpec(
 )
 
 
-def _prompt(
-    q: Tensor, k: Tensor, v: Tensor, length: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
-) -> tuple[Tensor, ...]:
-    import torch
-
-    cache_k, cache_v, tokens = cache_k.clone(), cache_v.clone(), k.shape[2]
-    exists = (torch.arange(tokens, device=k.device) < length[:, None])[:, None, :, None]
-    for cache, new in ((cache_k, k), (cache_v, v)):
-        cache[:, :, :tokens] = torch.where(exists, new, cache[:, :, :tokens])
-    return *_attention(q, k, v, length, window, scale), cache_k, cache_v
-
-
-def _cached_prompt(batch: int, heads: int, queries: int, slots: int, depth: int = 64, window: int = 0) -> Dims:
-    dims = {"batch": batch, "heads": heads, "queries": queries, "slots": slots, "depth": depth}
-    return dims | ({"window": window} if window else {})
-
-
-PROMPT_ATTENTION = KernelSpec(
-    name="prompt_attention",
-    summary="the same of whole prompts, with their keys and values put into the KV cache on the way",
-    header="ops/flash_attention.cuh",
-    awaits=True,
-    function="flash_attention",
-    arguments=(
-        views("q", "batch heads queries depth"),
-        views("k", "batch heads queries depth"),
-        views("v", "batch heads queries depth"),
-        reads("length", "batch", count_of("queries")),
-        updates("cache_k", "batch heads slots depth", strided=True),
-        updates("cache_v", "batch heads slots depth", strided=True),
-        writes("y", "batch queries heads depth"),
-        Scalar("batch"),
-        Scalar("heads"),
-        Scalar("queries"),
-        Absent("keys", "queries"),
-        Scalar("window", 0),
-        Scalar("scale", lambda dims: dims["depth"] ** -0.5),
-    ),
-    constants=("depth",),
-    tunables=FLASH_ATTENTION.tunables,
-    default=_flash_defaults,
-    allows=_flash_allows,
-    launch=_flash_launch,
-    flops=lambda dims: 4 * dims["batch"] * dims["heads"] * dims["depth"] * _pairs({**dims, "keys": dims["queries"]}),
-    reference=_prompt,
-    test_dims=(
-        *(_cached_prompt(batch, 3, 33, 40) for batch in range(1, 10)),
-        *(_cached_prompt(2, 2, queries, 1024) for queries in (1, 2, 65, 1023, 1024)),
-        *(_cached_prompt(2, 2, 7, 9, depth) for depth in (1, 3, 16, 24, 63, 80)),
-        _cached_prompt(2, 2, 200, 256, window=65),
-    ),
-    bench_dims=(
-        _cached_prompt(1, 12, 128, 128),
-        _cached_prompt(1, 12, 1024, 1024),
-        _cached_prompt(16, 12, 1024, 1024),
-    ),
-)
-
-
 def _decode_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
     """Parts enough that a few hundred blocks read, but none of only a few dozen keys. Few blocks have many keys on
     their way each; many blocks of short contexts are small ones."""
-    rows, slots = dims["batch"] * dims["heads"], dims["slots"]
-    splits = next((n for n in (1, 2, 4, 8) if rows * n >= 256 or slots <= 128 * n), 16)
+    rows, positions = dims["batch"] * dims["heads"], dims["positions"]
+    splits = next((n for n in (1, 2, 4, 8) if rows * n >= 256 or positions <= 128 * n), 16)
     unroll = 4 if rows * splits < 256 and dtype != "fp32" else 2
-    warps = 8 if rows < 256 or slots > 256 else 4 if rows < 1536 else 1
+    warps = 8 if rows < 256 or positions > 256 else 4 if rows < 1536 else 1
     return {"warps": warps, "unroll": unroll, "splits": splits}
 
 
@@ -251,37 +215,57 @@ def _decode_launch(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     return Launch(grid, tunables["warps"] * THREADS_PER_WARP)
 
 
-def _cached(batch: int, heads: int, slots: int, depth: int = 64, window: int = 0) -> Dims:
-    dims = {"batch": batch, "heads": heads, "slots": slots, "depth": depth}
+def _cached(batch: int, heads: int, positions: int, depth: int = 64, window: int = 0) -> Dims:
+    dims = {"batch": batch, "heads": heads, "positions": positions, "depth": depth}
     return dims | ({"window": window} if window else {})
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, scale: float) -> tuple[Tensor, ...]:
     import torch
 
-    slot = torch.arange(k.shape[2], device=q.device)
-    seen = slot < length[:, None]
+    position = torch.arange(k.shape[2], device=q.device)
+    seen = position < length[:, None]
     if window > 0:
-        seen &= slot >= length[:, None] - window
+        seen &= position >= length[:, None] - window
     scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~seen[:, None, None], -torch.inf)
     return ((scores.softmax(dim=-1) @ v).transpose(1, 2),)
 
 
 def _append(
-    q: Tensor, new_k: Tensor, new_v: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, scale: float
+    q: Tensor,
+    new_k: Tensor,
+    new_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Tensor,
+    lanes: Tensor,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, ...]:
-    import torch
-
-    row = torch.arange(len(q), device=q.device)
-    k, v = k.clone(), v.clone()
-    k[row, :, length - 1] = new_k[:, :, 0]
-    v[row, :, length - 1] = new_v[:, :, 0]
-    return *_decode(q, k, v, length, window, scale), k, v
+    k, v, newest = k.clone(), v.clone(), length[lanes] - 1
+    k[lanes, :, newest] = new_k[:, :, 0]
+    v[lanes, :, newest] = new_v[:, :, 0]
+    return *_decode(q, k[lanes], v[lanes], length[lanes], window, scale), k, v
 
 
 def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
-    new = "batch heads 1 depth"
-    cache = "batch heads slots depth"
+    new, cached = "batch heads 1 depth", "batch heads positions depth"
+    cache = "slots heads positions depth"
+
+    def slotted(dims: Dims) -> Dims:
+        return {**dims, "slots": dims["batch"] + 2} if appends else dims
+
+    shapes = [
+        *(_cached(2, 2, positions) for positions in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
+        *(_cached(batch, 3, 100) for batch in range(1, 10)),
+        _cached(64, 12, 100),
+        *(_cached(3, 2, 300, window=window) for window in (1, 2, 63, 65, 299, 1000)),
+        *(_cached(2, 2, 300, depth=depth) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
+    ]
+    timed = [
+        *(_cached(batch, 12, positions) for batch in (1, 8, 64) for positions in (128, 1024)),
+        _cached(256, 12, 128),
+    ]
     return KernelSpec(
         name=name,
         summary=summary,
@@ -292,14 +276,15 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             views("q", new),
             views("new_k", new) if appends else Absent("new_k", "{}"),
             views("new_v", new) if appends else Absent("new_v", "{}"),
-            updates("k", cache, strided=True) if appends else views("k", cache),
-            updates("v", cache, strided=True) if appends else views("v", cache),
-            reads("length", "batch", count_of("slots")),
+            updates("k", cache, touched=cached, strided=True) if appends else views("k", cached),
+            updates("v", cache, touched=cached, strided=True) if appends else views("v", cached),
+            reads("length", "slots" if appends else "batch", count_of("positions"), touched="batch"),
+            reads("lanes", "batch", distinct("batch", "slots")) if appends else Absent("lanes"),
             writes("y", "batch 1 heads depth"),
             scratch("parts", "batch heads splits depth+2"),
             scratch("finished", "batch heads", BITS),
             Scalar("heads"),
-            Scalar("slots"),
+            Scalar("positions"),
             Scalar("window", 0),
             Scalar("scale", lambda dims: dims["depth"] ** -0.5),
         ),
@@ -312,21 +297,12 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             * dims["batch"]
             * dims["heads"]
             * dims["depth"]
-            * min(dims.get("window", 0) or dims["slots"], dims["slots"])
+            * min(dims.get("window", 0) or dims["positions"], dims["positions"])
         ),
         reference=_append if appends else _decode,
         peers={} if appends else {"SDPA": _sdpa, "three kernels": _plain},
-        test_dims=(
-            *(_cached(2, 2, slots) for slots in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
-            *(_cached(batch, 3, 100) for batch in range(1, 10)),
-            _cached(64, 12, 100),
-            *(_cached(3, 2, 300, window=window) for window in (1, 2, 63, 65, 299, 1000)),
-            *(_cached(2, 2, 300, depth=depth) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
-        ),
-        bench_dims=(
-            *(_cached(batch, 12, slots) for batch in (1, 8, 64) for slots in (128, 1024)),
-            _cached(256, 12, 128),
-        ),
+        test_dims=tuple(slotted(dims) for dims in shapes),
+        bench_dims=tuple(slotted(dims) for dims in timed),
     )
 
 
@@ -337,6 +313,6 @@ DECODE_ATTENTION = _decode_op(
 )
 APPEND_ATTENTION = _decode_op(
     "append_attention",
-    "the same, with the new key and value put into the cache on the way",
+    "the same of any slots of the cache, with the new key and value put into it on the way",
     appends=True,
 )

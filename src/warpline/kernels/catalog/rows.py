@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
-from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar, count_of, index_into, reads, writes
+from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar, count_of, distinct, index_into, reads, writes
 from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
@@ -51,19 +51,16 @@ def _softmax(x: Tensor) -> tuple[Tensor, ...]:
     return (x.softmax(dim=-1),)
 
 
-def _newest(tokens: Tensor, length: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
-    return _embedding(tokens.gather(1, length[:, None] - 1)[:, 0], length - 1, wte, wpe)
+def _newest(tokens: Tensor, length: Tensor, lanes: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
+    return _prompts(tokens, lanes, length[lanes] - 1, wte, wpe)
 
 
-def _prompts(tokens: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
-    return (wte[tokens[:, : len(wpe)]] + wpe,)
+def _prompts(tokens: Tensor, row_slots: Tensor, row_positions: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
+    return _embedding(tokens[row_slots, row_positions], row_positions, wte, wpe)
 
 
-def _last(x: Tensor, residual: Tensor, count: Tensor) -> tuple[Tensor, ...]:
-    import torch
-
-    at = torch.arange(len(x), device=x.device), count - 1
-    return x[at], residual[at]
+def _last(x: Tensor, residual: Tensor, last: Tensor) -> tuple[Tensor, ...]:
+    return x[last], residual[last]
 
 
 def _embedding(ids: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
@@ -96,10 +93,6 @@ def _flat_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
 def _one_row_per_group(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     rows_per_block = tunables["block"] // (tunables["row_warps"] * THREADS_PER_WARP)
     return Launch(-(-dims["rows"] // rows_per_block), tunables["block"])
-
-
-def _prompt_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    return _one_row_per_group({"rows": dims["sequences"] * dims["length"]}, tunables, dtype)
 
 
 def _flat(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
@@ -237,11 +230,12 @@ EMBEDDING = _row_op(
 
 NEWEST_EMBEDDING = _row_op(
     name="newest_embedding",
-    summary="token plus position embedding of each sequence's newest token",
+    summary="token plus position embedding of the newest token of each lane's slot",
     header="ops/embedding.cuh",
     arguments=(
-        reads("tokens", "rows capacity", index_into("vocab"), touched="rows 1"),
-        reads("length", "rows", count_of("places")),
+        reads("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
+        reads("length", "slots", count_of("places"), touched="rows"),
+        reads("lanes", "rows", distinct("rows", "slots")),
         reads("wte", "vocab columns", touched="rows columns"),
         reads("wpe", "places columns", touched="rows columns"),
         writes("y", "rows columns"),
@@ -251,54 +245,52 @@ NEWEST_EMBEDDING = _row_op(
     flops=lambda dims: dims["rows"] * dims["columns"],
     reference=_newest,
     default=_embedding_defaults,
-    test_dims=_tests(1600, vocab=50, places=33, capacity=40),
-    bench_dims=_bench(768, vocab=50257, places=1024, capacity=1024),
+    test_dims=_tests(1600, vocab=50, places=33, capacity=40, slots=130),
+    bench_dims=tuple(
+        {"rows": rows, "columns": 768, "vocab": 50257, "places": 1024, "capacity": 1024, "slots": rows + 1}
+        for rows in (1, 8, 64, 256)
+    ),
 )
 
 PROMPT_EMBEDDING = _row_op(
     name="prompt_embedding",
-    summary="token plus position embedding of prompts, each from its beginning",
+    summary="token plus position embedding of packed prompts: of any positions of any slots",
     header="ops/embedding.cuh",
     arguments=(
-        reads("tokens", "sequences capacity", index_into("vocab"), touched="sequences length"),
-        reads("wte", "vocab columns", touched="sequences length columns"),
-        reads("wpe", "length columns"),
-        writes("y", "sequences length columns"),
-        Scalar("sequences"),
-        Scalar("length"),
+        reads("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
+        reads("row_slots", "rows", index_into("slots")),
+        reads("row_positions", "rows", index_into("capacity")),
+        reads("wte", "vocab columns", touched="rows columns"),
+        reads("wpe", "places columns", touched="rows columns"),
+        writes("y", "rows columns"),
+        Scalar("rows"),
         Scalar("capacity"),
     ),
-    flops=lambda dims: dims["sequences"] * dims["length"] * dims["columns"],
+    flops=lambda dims: dims["rows"] * dims["columns"],
     reference=_prompts,
     default=_embedding_defaults,
-    launch=_prompt_launch,
-    test_dims=tuple(
-        {"sequences": sequences, "capacity": 40, "vocab": 50, "columns": columns, "length": length}
-        for sequences, length, columns in (
-            (1, 1, 768), (2, 40, 768), (9, 33, 768), (3, 7, 1), (5, 8, 63), (2, 39, 1600), (64, 3, 129),
-        )
-    ),
+    test_dims=_tests(1600, vocab=50, places=43, capacity=40, slots=5),
     bench_dims=tuple(
-        {"sequences": sequences, "capacity": 1024, "vocab": 50257, "columns": 768, "length": length}
-        for sequences, length in ((1, 128), (1, 1024), (16, 1024))
+        {"rows": rows, "columns": 768, "vocab": 50257, "places": 1024, "capacity": 1024, "slots": 17}
+        for rows in (128, 1024, 16384)
     ),
-)  # fmt: skip
+)
 
 LAST_ROWS = _row_op(
     name="last_rows",
-    summary="what two tensors hold at the last position of each sequence",
+    summary="what two tensors hold in the last row of each lane",
     header="ops/last_rows.cuh",
     arguments=(
-        reads("x", "rows length columns", touched="rows 1 columns"),
-        reads("residual", "rows length columns", touched="rows 1 columns"),
-        reads("count", "rows", count_of("length")),
-        writes("last_x", "rows columns"),
-        writes("last_residual", "rows columns"),
-        Scalar("rows"),
-        Scalar("length"),
+        reads("x", "rows columns", touched="lanes columns"),
+        reads("residual", "rows columns", touched="lanes columns"),
+        reads("last", "lanes", index_into("rows")),
+        writes("last_x", "lanes columns"),
+        writes("last_residual", "lanes columns"),
+        Scalar("lanes"),
     ),
     flops=lambda _dims: 0,
     reference=_last,
-    test_dims=_tests(1600, length=9),
-    bench_dims=({"rows": 1, "length": 128, "columns": 768}, {"rows": 16, "length": 1024, "columns": 768}),
+    launch=lambda dims, tunables, dtype: _one_row_per_group({"rows": dims["lanes"]}, tunables, dtype),
+    test_dims=(*_tests(1600, lanes=9), *({"rows": 30, "columns": 96, "lanes": lanes} for lanes in (1, 2, 64, 65))),
+    bench_dims=({"rows": 128, "columns": 768, "lanes": 1}, {"rows": 16384, "columns": 768, "lanes": 16}),
 )

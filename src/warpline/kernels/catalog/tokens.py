@@ -14,10 +14,10 @@ from warpline.kernels.arguments import (
     Scalar,
     between,
     count_of,
+    distinct,
     index_into,
     reads,
     scratch,
-    updates,
     writes,
 )
 from warpline.kernels.catalog.products import matvec_allows, on_tensor_cores, row_pitch
@@ -99,8 +99,9 @@ def _scores(
     top_p: Tensor,
     min_p: Tensor,
     penalty: Tensor,
-    least: Tensor,
-    stops: Tensor,
+    min_length: Tensor,
+    stops_at_eos: Tensor,
+    lanes: Tensor,
     *,
     eos: int,
 ) -> Tensor:
@@ -108,8 +109,10 @@ def _scores(
     import torch
 
     rows, vocab = logits.shape
+    tokens, length, noise, temperature = tokens[lanes], length[lanes], noise[lanes], temperature[lanes]
+    top_k, top_p, min_p, penalty = top_k[lanes], top_p[lanes], min_p[lanes], penalty[lanes]
     keys = noise.gather(1, length.clamp(max=noise.shape[1] - 1)[:, None])[:, 0]
-    forbidden = torch.where(stops & (length < least), eos, -1)
+    forbidden = torch.where(stops_at_eos[lanes] & (length < min_length[lanes]), eos, -1)
     past = torch.arange(tokens.shape[1], device=logits.device) < length[:, None]
     seen = torch.zeros(rows, vocab + 1, dtype=torch.bool, device=logits.device)
     seen = seen.scatter_(1, tokens.where(past, vocab), True)[:, :vocab]
@@ -135,7 +138,7 @@ def _draw(logits: Tensor, *others: Tensor, eos: int) -> tuple[Tensor, ...]:
 
 
 def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
-    return {"rows": rows, "vocab": vocab, "capacity": capacity}
+    return {"rows": rows, "vocab": vocab, "slots": rows + 1, "capacity": capacity}
 
 
 def _sample_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
@@ -149,16 +152,17 @@ SAMPLE = KernelSpec(
     header="ops/sample.cuh",
     arguments=(
         reads("logits", "rows vocab"),
-        reads("tokens", "rows capacity", index_into("vocab")),
-        reads("length", "rows", count_of("capacity")),
-        reads("noise", "rows capacity", BITS, touched="rows 1"),
-        reads("temperature", "rows", between(-0.3, 1.5)),
-        reads("top_k", "rows", count_of("vocab")),
-        reads("top_p", "rows", between(0.05, 1.3)),
-        reads("min_p", "rows", between(0.0, 0.2)),
-        reads("penalty", "rows", between(0.8, 1.5)),
-        reads("least", "rows", count_of("capacity")),
-        reads("stops", "rows", FLAG),
+        reads("tokens", "slots capacity", index_into("vocab"), touched="rows capacity"),
+        reads("length", "slots", count_of("capacity"), touched="rows"),
+        reads("noise", "slots capacity", BITS, touched="rows 1"),
+        reads("temperature", "slots", between(-0.3, 1.5), touched="rows"),
+        reads("top_k", "slots", count_of("vocab"), touched="rows"),
+        reads("top_p", "slots", between(0.05, 1.3), touched="rows"),
+        reads("min_p", "slots", between(0.0, 0.2), touched="rows"),
+        reads("penalty", "slots", between(0.8, 1.5), touched="rows"),
+        reads("min_length", "slots", count_of("capacity"), touched="rows"),
+        reads("stops_at_eos", "slots", FLAG, touched="rows"),
+        reads("lanes", "rows", distinct("rows", "slots")),
         writes("token", "rows", index_into("vocab")),
         writes("logit", "rows", FLOAT),
         Scalar("capacity"),
@@ -178,59 +182,4 @@ SAMPLE = KernelSpec(
         _sampling(33, 50257, 1024),
     ),
     bench_dims=(_sampling(1, 50257, 1024), _sampling(8, 50257, 1024), _sampling(64, 50257, 1024)),
-)
-
-
-def _append(
-    token: Tensor,
-    logit: Tensor,
-    known: Tensor,
-    limit: Tensor,
-    stops_at_eos: Tensor,
-    tokens: Tensor,
-    length: Tensor,
-    done: Tensor,
-    broken: Tensor,
-    eos: int,
-) -> tuple[Tensor, ...]:
-    import torch
-
-    tokens, slot = tokens.clone(), length.clamp(max=tokens.shape[1] - 1)[:, None]  # a done row may be full
-    chosen = torch.where(done | (length < known), tokens.gather(1, slot)[:, 0], token)
-    tokens.scatter_(1, slot, chosen[:, None])
-    grown = length + ~done
-    ended = done | ((chosen == eos) & stops_at_eos) | (grown >= limit)
-    return tokens, grown, ended, broken | (~logit.isfinite() & ~done)
-
-
-def _rows(rows: int, capacity: int) -> Dims:
-    return {"rows": rows, "capacity": capacity}
-
-
-APPEND_TOKEN = KernelSpec(
-    name="append_token",
-    summary="the end of a step: tokens, lengths, and which sequences are done",
-    header="ops/append_token.cuh",
-    arguments=(
-        reads("token", "rows", index_into("capacity")),
-        reads("logit", "rows"),
-        reads("known", "rows", index_into("capacity")),
-        reads("limit", "rows", count_of("capacity")),
-        reads("stops_at_eos", "rows", FLAG),
-        updates("tokens", "rows capacity", index_into("capacity")),
-        updates("length", "rows", index_into("capacity")),
-        updates("done", "rows", FLAG),
-        updates("broken", "rows", FLAG),
-        Scalar("rows"),
-        Scalar("capacity"),
-        Scalar("eos", -1),
-    ),
-    tunables={"block": (256, 32)},
-    default=lambda _dims, _dtype, _arch: {"block": 256},
-    launch=lambda dims, tunables, _dtype: Launch(-(-dims["rows"] // tunables["block"]), tunables["block"]),
-    flops=lambda dims: dims["rows"],
-    reference=_append,
-    dtypes=("fp32",),
-    test_dims=tuple(_rows(rows, 20) for rows in (1, 2, 3, 9, 300)),
-    bench_dims=(_rows(1, 1024), _rows(256, 1024)),
 )

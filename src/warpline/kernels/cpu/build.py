@@ -34,7 +34,7 @@ class _Ticks(event.Listener):  # type: ignore[misc]
         pass
 
     def on_end(self, event: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody waits any more; the next one will be glad
+        with contextlib.suppress(BrokenPipeError):  # no process waits any more; the next one finds the file
             os.write(2, b".")
 
 
@@ -61,8 +61,8 @@ def optimised(source: str) -> bytes:
 
 if __name__ == "__main__":
     code = optimised(lowered(*sys.argv[2:]))
-    with contextlib.suppress(OSError):  # who asked for it sees that it is not there, and says so
+    with contextlib.suppress(OSError):  # the process that asked for it sees that it is not there, and says so
         machine.keep(Path(sys.argv[1]), code)
-    os.close(2)  # so that who reads both knows when to turn to the other
+    os.close(2)  # so that a reader of both knows when to turn to the other
     with contextlib.suppress(BrokenPipeError):
         os.write(1, code)

@@ -1,4 +1,4 @@
-"""From a row of logits to its next token, as `engine.sampling` has it in torch.
+"""From a row of logits to its next token, as `sampling` of the executors has it in torch.
 
 Nothing is sorted. Top-k is a search for a value that just k scores exceed. For top-p a token is drawn as if there were
 no top-p; if too much lies above it, it and all below are out of the question and another is drawn from what is left,

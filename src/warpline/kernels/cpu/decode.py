@@ -1,9 +1,9 @@
 """Many tokens in one call: every thread of a team runs this function, and they share the work of each stage.
 
-The work of a stage is cut into pieces that any thread may take. A stage has ended when its pieces have, so nobody waits
-for a thread that the system has put aside, unless it holds a piece; such a one finds nothing to do until it has caught
-up. Each output of a product is computed by one thread in one order, so results depend neither on who took it nor on how
-many threads there are. LayerNorm is done by every thread that needs it for itself, which saves a stage.
+The work of a stage is cut into pieces that any thread may take. A stage has ended when its pieces have, so no thread
+waits for one that the system has put aside, unless that holds a piece; such a one finds nothing to do until it has
+caught up. Each output of a product is computed by one thread in one order, so results depend neither on which took it
+nor on how many threads there are. LayerNorm is done by every thread that needs it for itself, which saves a stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from warpline.kernels.cpu.intrinsics import (
     store,
     wake,
 )  # fmt: skip
-from warpline.kernels.cpu.words import Form, Stage, Word
+from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
 #: Times that a thread looks before it sleeps: some 30 µs.
 PATIENCE = 15_000
@@ -40,7 +40,7 @@ _WORDS, _STAGE = len(Word), len(Stage)
 
 @njit(**INNER)
 def taken(at: np.ndarray, end: int) -> int:
-    """The number of a piece below `end` that nobody else has, or -1."""
+    """The number of a piece below `end` that no other thread has, or -1."""
     while True:
         piece = seen(at[Word.NEXT.value])
         if piece >= end:
@@ -51,7 +51,7 @@ def taken(at: np.ndarray, end: int) -> int:
 
 @njit(**INNER)
 def finished(at: np.ndarray, end: int) -> None:
-    """A piece has ended; the last one of a stage wakes who waits for it."""
+    """A piece has ended; the last one of a stage wakes the threads that wait for it."""
     if added(at[Word.ENDED.value], 1) == end and seen(at[Word.ASLEEP.value]) > 0:
         wake(at[Word.ENDED.value])
 
@@ -78,7 +78,7 @@ def attend(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, last: int, scale: Number, scores: np.ndarray,
     y: np.ndarray,
 ) -> None:  # fmt: skip
-    """One head of one sequence: its query over the slots from `first` to `last`."""
+    """One head of one sequence: its query over the positions from `first` to `last`."""
     depth = len(q)
     top = np.float32(-3e38)
     for t in range(first, last):
@@ -109,40 +109,36 @@ def whole(address: int, i: int) -> int:
 
 
 @njit(**INNER)
-def append(at: np.ndarray, b: int, step: int) -> None:
-    """The end of a row's step, as `State` describes it."""
-    vocab, batch, capacity, eos = (
-        at[Word.VOCAB.value],
-        at[Word.BATCH.value],
-        at[Word.CAPACITY.value],
-        at[Word.EOS.value],
-    )
-    logits = matrix(at[Word.LOGITS.value], _SINGLE, batch, vocab)[b]
+def append(at: np.ndarray, row: int, step: int) -> None:
+    """The end of a row's step, as `Slots` describes it."""
+    vocab, rows, capacity = at[Word.VOCAB.value], at[Word.ROWS.value], at[Word.CAPACITY.value]
+    slots, eos, slot = at[Word.SLOTS.value], at[Word.EOS.value], whole(at[Word.SEQUENCES.value], row)
+    logits = matrix(at[Word.LOGITS.value], _SINGLE, rows, vocab)[row]
     noisy, marks = (
-        matrix(at[Word.NOISY.value], _SINGLE, batch, vocab)[b],
-        matrix(at[Word.MARKS.value], _FLAG, batch, vocab)[b],
+        matrix(at[Word.NOISY.value], _SINGLE, rows, vocab)[row],
+        matrix(at[Word.MARKS.value], _FLAG, rows, vocab)[row],
     )
-    tokens = matrix(at[Word.TOKENS.value], _WHOLE, batch, capacity)[b]
-    stops = array(at[Word.STOPS_AT_EOS.value], _FLAG, batch)[b] != 0
-    place, finite = whole(at[Word.LENGTH.value], b), True
+    tokens = matrix(at[Word.TOKENS.value], _WHOLE, slots, capacity)[slot]
+    stops = array(at[Word.STOPS_AT_EOS.value], _FLAG, slots)[slot] != 0
+    place, finite = whole(at[Word.LENGTH.value], slot), True
     for i in range(vocab):
         finite &= np.isfinite(logits[i])
     if not finite:
-        array(at[Word.BROKEN.value], _FLAG, batch)[b] = 1
-    banned = eos if stops and place < whole(at[Word.MIN_LENGTH.value], b) else -1
-    key = matrix(at[Word.NOISE.value], np.int32, batch, capacity)[b, min(place, capacity - 1)]
+        array(at[Word.BROKEN.value], _FLAG, slots)[slot] = 1
+    banned = eos if stops and place < whole(at[Word.MIN_LENGTH.value], slot) else -1
+    key = matrix(at[Word.NOISE.value], np.int32, slots, capacity)[slot, min(place, capacity - 1)]
     temperature, top_k, penalty = (
-        number(at[Word.TEMPERATURE.value], b),
-        whole(at[Word.TOP_K.value], b),
-        number(at[Word.PENALTY.value], b),
+        number(at[Word.TEMPERATURE.value], slot),
+        whole(at[Word.TOP_K.value], slot),
+        number(at[Word.PENALTY.value], slot),
     )
-    top_p, min_p = number(at[Word.TOP_P.value], b), number(at[Word.MIN_P.value], b)
+    top_p, min_p = number(at[Word.TOP_P.value], slot), number(at[Word.MIN_P.value], slot)
     chosen = choose(logits, noisy, tokens[:place], marks, banned, temperature, top_k, top_p, min_p, penalty, key)
-    if place >= whole(at[Word.KNOWN.value], b):
+    if place >= whole(at[Word.KNOWN.value], slot):
         tokens[place] = chosen
-    array(at[Word.LENGTH.value], _WHOLE, batch)[b] = place + 1
-    if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT.value], b):
-        array(at[Word.DONE.value], _FLAG, batch)[b] = 1
+    array(at[Word.LENGTH.value], _WHOLE, slots)[slot] = place + 1
+    if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT.value], slot):
+        array(at[Word.DONE.value], _FLAG, slots)[slot] = 1
         if added(at[Word.GOING.value], -1) == 0:
             array(at[Word.STOP.value], _WHOLE, 1)[0] = step + 1  # seen by all when this piece has ended
 
@@ -153,12 +149,12 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
 
     @njit(**INNER)
     def embed(at: np.ndarray, row: int) -> None:
-        width, vocab, b = at[Word.WIDTH.value], at[Word.VOCAB.value], whole(at[Word.SEQUENCES.value], row)
+        width, vocab, slot = at[Word.WIDTH.value], at[Word.VOCAB.value], whole(at[Word.SEQUENCES.value], row)
         positions = array(at[Word.POSITIONS.value], _WHOLE, at[Word.ROWS.value])
-        if at[Word.GIVEN.value] == 0:
-            positions[row] = whole(at[Word.LENGTH.value], b) - 1
+        if at[Word.BEGIN.value] == Begin.NEWEST.value:
+            positions[row] = whole(at[Word.LENGTH.value], slot) - 1
         position = positions[row]
-        token = matrix(at[Word.TOKENS.value], _WHOLE, at[Word.BATCH.value], at[Word.CAPACITY.value])[b, position]
+        token = matrix(at[Word.TOKENS.value], _WHOLE, at[Word.SLOTS.value], at[Word.CAPACITY.value])[slot, position]
         scale = np.float32(1)
         if at[Word.EMBEDDING_SCALES.value] != 0:
             scale = number(at[Word.EMBEDDING_SCALES.value], token)
@@ -191,13 +187,13 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
         heads, width, capacity = at[Word.HEADS.value], at[Word.WIDTH.value], at[Word.CAPACITY.value]
         depth = width // heads
         r, head = piece // heads, piece % heads
-        b, position = whole(at[Word.SEQUENCES.value], r), whole(at[Word.POSITIONS.value], r)
-        begin = (b * heads + head) * capacity * depth * cell
-        keys = matrix(stage[Stage.MATRIX.value] + begin, cached, capacity, depth)
-        values = matrix(stage[Stage.SCALES.value] + begin, cached, capacity, depth)
+        slot, position = whole(at[Word.SEQUENCES.value], r), whole(at[Word.POSITIONS.value], r)
+        begin = (slot * heads + head) * capacity * depth * cell
+        keys = matrix(stage[Stage.KEYS.value] + begin, cached, capacity, depth)
+        values = matrix(stage[Stage.VALUES.value] + begin, cached, capacity, depth)
         qkv = matrix(stage[Stage.SOURCE.value], _SINGLE, at[Word.ROWS.value], 3 * width)[r]
         column = head * depth
-        if stage[Stage.FORM.value] == Form.KEYS.value or at[Word.GIVEN.value] == 0:
+        if stage[Stage.FORM.value] == Form.CACHED.value or at[Word.BEGIN.value] == Begin.NEWEST.value:
             for d in range(depth):
                 store(keys[position], d, qkv[width + column + d])
                 store(values[position], d, qkv[2 * width + column + d])
@@ -205,12 +201,12 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
             window = at[Word.WINDOW.value]
             first = max(0, position + 1 - window) if window > 0 else 0
             y = matrix(stage[Stage.TARGET.value], _SINGLE, at[Word.ROWS.value], width)[r][column : column + depth]
-            scale = number(at[Word.SETTINGS.value], stage[Stage.BIAS.value])
+            scale = number(at[Word.SETTINGS.value], stage[Stage.SCALE.value])
             attend(qkv[column : column + depth], keys, values, first, position + 1, scale, scores, y)
 
     @njit(**INNER)
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
-        """The pieces of a stage that nobody else takes."""
+        """The pieces of a stage that no other thread takes."""
         rows, width = at[Word.ROWS.value], at[Word.WIDTH.value]
         row = array(private + 4 * rows * width, _SINGLE, at[Word.PRIVATE_SIZE.value] - rows * width)
         normal = matrix(private, _SINGLE, rows, width)
@@ -218,7 +214,7 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
         normalised = stage[Stage.NORM.value] == 0
         piece = taken(at, end)
         while piece >= 0:
-            if stage[Stage.FORM.value] >= Form.KEYS.value:
+            if stage[Stage.FORM.value] >= Form.CACHED.value:
                 attention(at, stage, piece - base, row)
             else:
                 if not normalised:
@@ -234,37 +230,38 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
         wait(at, end)
 
     def decode(me: int, words: int) -> None:
-        """Up to `steps` steps of the rows that are not done. Every thread of the team calls it with its own number."""
+        """Up to so many steps of the rows that are not done. Every thread of the team calls it with its own number."""
         at = array(words, _WHOLE, _WORDS)
-        batch, rows, private = (
-            at[Word.BATCH.value],
-            at[Word.ROWS.value],
-            at[Word.PRIVATE.value] + 4 * me * at[Word.PRIVATE_SIZE.value],
-        )
+        rows, begin = at[Word.ROWS.value], at[Word.BEGIN.value]
+        private = at[Word.PRIVATE.value] + 4 * me * at[Word.PRIVATE_SIZE.value]
         stages = matrix(words + 8 * _WORDS, _WHOLE, at[Word.STAGES.value], _STAGE)
         base = 0  # pieces before the stage
         for step in range(at[Word.STEPS.value]):
             if seen(at[Word.STOP.value]) <= step:
                 break
-            piece = taken(at, base + rows)
-            while piece >= 0:
-                embed(at, piece - base)
-                finished(at, base + rows)
+            if begin != Begin.READY.value:
                 piece = taken(at, base + rows)
-            wait(at, base + rows)
-            base += rows
-            for number in range(at[Word.STAGES.value]):
+                while piece >= 0:
+                    embed(at, piece - base)
+                    finished(at, base + rows)
+                    piece = taken(at, base + rows)
+                wait(at, base + rows)
+                base += rows
+            for number in range(at[Word.FIRST.value], at[Word.LAST.value]):
                 stage = stages[number]
+                if stage[Stage.FORM.value] == Form.CACHED.value and begin == Begin.NEWEST.value:
+                    continue
                 staged(at, stage, base, base + stage[Stage.PIECES.value], private)
                 base += stage[Stage.PIECES.value]
             if at[Word.CHOOSES.value] != 0:
-                piece = taken(at, base + batch)
+                done = array(at[Word.DONE.value], _FLAG, at[Word.SLOTS.value])
+                piece = taken(at, base + rows)
                 while piece >= 0:
-                    if array(at[Word.DONE.value], _FLAG, batch)[piece - base] == 0:
+                    if done[whole(at[Word.SEQUENCES.value], piece - base)] == 0:
                         append(at, piece - base, step)
-                    finished(at, base + batch)
-                    piece = taken(at, base + batch)
-                wait(at, base + batch)
-                base += batch
+                    finished(at, base + rows)
+                    piece = taken(at, base + rows)
+                wait(at, base + rows)
+                base += rows
 
     return decode

@@ -29,7 +29,7 @@ _WAIT, _WAKE = 128, 129  # of this process only
 
 
 def _made(context: Any, builder: Any, kind: Any, address: Any, shape: list[Any]) -> Any:
-    """An array of elements one behind the other, which belongs to somebody else."""
+    """An array of elements one behind the other, in memory that is not numba's."""
     element = kind.dtype
     size = context.get_abi_sizeof(context.get_data_type(element))
     strides = [ir.Constant(_INT64, size)]
@@ -127,12 +127,12 @@ if _FUTEX:
 
     @njit(**INNER)
     def sleep(address: int, value: int) -> None:
-        """Until somebody wakes who sleeps on the word, if its lower half still is that of `value`."""
+        """Until the word is woken, if its lower half still is that of `value`."""
         _called(address, _WAIT, value & 0xFFFFFFFF)
 
     @njit(**INNER)
     def wake(address: int) -> None:
-        """All who sleep on the word."""
+        """All threads that sleep on the word."""
         _called(address, _WAKE, 0x7FFFFFFF)
 else:
 
@@ -143,7 +143,7 @@ else:
 
     @njit(**INNER)
     def wake(address: int) -> None:
-        """Nobody sleeps here."""
+        """No thread sleeps here."""
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Build:
 
     @property
     def is_ready(self) -> bool:
-        """Whether nobody would wait."""
+        """Whether `function` would not wait."""
         return self._compiler is None or self._compiler.poll() is not None
 
     def function(self) -> Callable[[int, int], None]:

@@ -62,7 +62,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Written beside its place and renamed; who compiles at the same time writes the same."""
+    """Written beside its place and renamed; another process that compiles at the same time writes the same."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_bytes(hashlib.blake2b(code, digest_size=_CHECK).digest() + code)

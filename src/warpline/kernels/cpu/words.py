@@ -1,4 +1,7 @@
-"""How an executor tells a team what to do: words of 64 bits, numbers and addresses, read by their places."""
+"""How an executor tells a team what to do: words of 64 bits, numbers and addresses, read by their places.
+
+There is one table of stages for everything; a call says at which of them it begins and where it ends.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ class Word(_Places):
     """What a call is told: numbers, then addresses."""
 
     STEPS = auto()
-    CHOOSES = auto()  # whether a step ends with a token, or with logits alone
-    BATCH = auto()
-    ROWS = auto()  # tokens at once: of every sequence the newest, or those that are GIVEN
-    GIVEN = auto()
+    CHOOSES = auto()  # whether a step ends with a token for every row, or with what its last stage leaves
+    BEGIN = auto()  # a `Begin`
+    FIRST = auto()  # stage of a step
+    LAST = auto()  # stage that is not run any more
+    ROWS = auto()  # tokens at once
+    SLOTS = auto()
     WIDTH = auto()
     HEADS = auto()
     VOCAB = auto()
@@ -33,7 +38,7 @@ class Word(_Places):
     PLACES = auto()
     SETTINGS = auto()  # LayerNorm's epsilon, then the scale of each layer's attention
     # of rows
-    SEQUENCES = auto()
+    SEQUENCES = auto()  # the slot of each
     POSITIONS = auto()
     # of memory between stages
     X = auto()
@@ -41,7 +46,7 @@ class Word(_Places):
     NOISY = auto()
     MARKS = auto()
     PRIVATE = auto()  # of each thread
-    # of the state
+    # of the slots
     TOKENS = auto()
     LENGTH = auto()
     KNOWN = auto()
@@ -57,39 +62,54 @@ class Word(_Places):
     DONE = auto()
     BROKEN = auto()
     # of words that the threads share
-    NEXT = auto()  # piece that nobody has taken
+    NEXT = auto()  # piece that is not taken yet
     ENDED = auto()  # pieces
     ASLEEP = auto()  # threads
     GOING = auto()  # rows that are not done
     STOP = auto()  # step that is not taken any more
 
 
+#: Words of a slot's record, under the names that `Slots` has for them.
+RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.BROKEN)
 SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.STOP)
 
 
+class Begin(_Places):
+    """What the rows of a call are."""
+
+    NEWEST = auto()  # of each slot the newest token, wherever it stands
+    GIVEN = auto()  # tokens at positions that are given, several of a slot among them
+    READY = auto()  # what earlier stages have left
+
+
 class Stage(_Places):
-    """What is told of each stage, behind those. Attention has keys for a matrix, values for scales, and the place of
-    its scale among the settings for a bias."""
+    """What is told of each stage, behind those: of a product its matrix and what goes with it, of attention its part of
+    the cache."""
 
     FORM = auto()
     PIECES = auto()
+    SOURCE = auto()
+    TARGET = auto()
+    # of a product
     MATRIX = auto()
     SCALES = auto()  # or 0
     BIAS = auto()  # or 0
-    SOURCE = auto()
-    TARGET = auto()
     INPUTS = auto()
     OUTPUTS = auto()
     NORM = auto()  # or 0: LayerNorm before the product
     NORM_BIAS = auto()
+    # of attention
+    KEYS = auto()
+    VALUES = auto()
+    SCALE = auto()  # its place among the settings
 
 
 class Form(_Places):
-    """What becomes of a product, or that a stage stores keys and values, or is attention, which first stores those of
-    newest tokens."""
+    """What becomes of a product; or that a stage stores the keys and values of given tokens, or is attention, which
+    first stores those of newest tokens."""
 
     STORED = auto()
     ADDED = auto()
     ACTIVATED = auto()
-    KEYS = auto()
+    CACHED = auto()
     ATTENTION = auto()

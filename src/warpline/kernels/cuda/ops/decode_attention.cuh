@@ -5,10 +5,11 @@
 // Every group of lanes keeps its own online softmax; they are merged once, at the end, in a fixed order. Where sequences
 // and heads alone would leave the GPU idle, the cache is cut into SPLITS parts, and whichever block finishes a head last
 // merges its parts.
-// Of sequence b the slots 0 ... length[b]-1 count; with window > 0 only the last that many of them are read. Where there
-// are `new_k` and `new_v`, they are the key and value of the last slot and are put into the cache on the way. `length`
-// and the cache are read before the launches ahead have ended: where launches overlap, none of those may write them. In the
-// engine's graphs of one step each, the step before wrote them, and graphs do not overlap.
+// Of a slot of the cache the positions 0 ... length-1 count; with window > 0 only the last that many of them are read. Lane i
+// of the batch has slot lanes[i], or slot i where there are no `lanes`. Where there are `new_k` and `new_v`, they are the key
+// and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
+// launches ahead have ended: where launches overlap, none of those may write them. In the engine's graphs of one step each,
+// they were written before the graph began, and graphs do not overlap.
 // Traffic: keys and values once.
 #pragma once
 #include "online.cuh"
@@ -56,40 +57,41 @@ __device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float fa
 
 template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>
 __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<T> new_v, View<T> k, View<T> v,
-                                                 const long long* length, T* y, float* parts, int* finished, int heads,
-                                                 int slots, int window, float scale) {
+                                                 const long long* length, const long long* lanes, T* y, float* parts,
+                                                 int* finished, int heads, int positions, int window, float scale) {
     constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
     using Pack = Vec<T, WIDTH>;
     __shared__ float stored[WARPS * (DEPTH + 2)];
 
-    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: sequence and head
+    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: lane of the batch and head
     const int sequence = row / heads, head = row % heads;
+    const int slot = lanes == nullptr ? sequence : static_cast<int>(lanes[sequence]);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const float factor = scale * LOG2_E;
-    const int end = min(static_cast<int>(length[sequence]), slots);
+    const int end = min(static_cast<int>(length[slot]), positions);
     const int begin = window > 0 ? max(0, end - window) : 0;
     const int part = ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE;
     const int from = begin + split * part, to = min(end, from + part);
 
-    const T* keys = k.rows(sequence, head);
-    const T* values = v.rows(sequence, head);
-    const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest slot is this block's
+    const T* keys = k.rows(slot, head);
+    const T* values = v.rows(slot, head);
+    const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
     const int cached = brings ? end - 1 : to;
     Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
     const auto load = [&](int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int slot = first + u * AT_ONCE;
+            const int position = first + u * AT_ONCE;
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 key[u][s] = {};
                 value[u][s] = {};
                 const int at = s * LANES + lane;
-                if (slot < cached && at < VECTORS) {
-                    key[u][s] = reinterpret_cast<const Pack*>(keys + slot * k.row)[at];
-                    value[u][s] = reinterpret_cast<const Pack*>(values + slot * v.row)[at];
+                if (position < cached && at < VECTORS) {
+                    key[u][s] = reinterpret_cast<const Pack*>(keys + position * k.row)[at];
+                    value[u][s] = reinterpret_cast<const Pack*>(values + position * v.row)[at];
                 }
             }
         }
@@ -115,7 +117,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         reinterpret_cast<Pack*>(const_cast<T*>(values + cached * v.row))[at] = newest_value[0][s];
     }
     Partial<SIZE> mine;
-    // Keys and values of some slots, of which those count that `is_there`.
+    // Keys and values of some positions, of which those count that `is_there`.
     const auto take = [&](auto& key, auto& value, auto is_there) {
         constexpr int COUNT = sizeof(key) / sizeof(key[0]);
         float score[COUNT], largest = LOWEST;

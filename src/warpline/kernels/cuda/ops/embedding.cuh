@@ -25,27 +25,34 @@ __device__ __forceinline__ void embedding(const long long* ids, const long long*
     add_embeddings<Slice>(wte + ids[row] * COLUMNS, wpe + positions[row] * COLUMNS, y + static_cast<long long>(row) * COLUMNS);
 }
 
-// Of prompts: row t of a sequence is its token t, at place t. `length` rows of each; `capacity` of them lie in memory.
-template <typename T, int COLUMNS, int BLOCK, int ROW_WARPS>
-__device__ __forceinline__ void prompt_embedding(const long long* tokens, const T* wte, const T* wpe, T* y, int sequences,
-                                                 int length, int capacity) {
-    using Slice = RowSlice<T, COLUMNS, ROW_WARPS>;
-    const int row = Slice::template row<BLOCK>(), sequence = row / length, place = row % length;
-    if (sequence >= sequences) return;
-    add_embeddings<Slice>(wte + tokens[static_cast<long long>(sequence) * capacity + place] * COLUMNS, wpe + place * COLUMNS,
+// The embedding of the token at `position` of a slot, at that place.
+template <typename Slice, typename T, int COLUMNS>
+__device__ __forceinline__ void embed_token(const long long* tokens, const T* wte, const T* wpe, T* y, int row, long long slot,
+                                            long long position, int capacity) {
+    add_embeddings<Slice>(wte + tokens[slot * capacity + position] * COLUMNS, wpe + position * COLUMNS,
                           y + static_cast<long long>(row) * COLUMNS);
 }
 
-// Of each sequence its newest token, at its place: the one at length - 1 of the row of `tokens`.
+// Of prompts, packed: row r is the token at row_positions[r] of slot row_slots[r].
 template <typename T, int COLUMNS, int BLOCK, int ROW_WARPS>
-__device__ __forceinline__ void newest_embedding(const long long* tokens, const long long* length, const T* wte,
-                                                 const T* wpe, T* y, int rows, int capacity) {
+__device__ __forceinline__ void prompt_embedding(const long long* tokens, const long long* row_slots,
+                                                 const long long* row_positions, const T* wte, const T* wpe, T* y, int rows,
+                                                 int capacity) {
     using Slice = RowSlice<T, COLUMNS, ROW_WARPS>;
     const int row = Slice::template row<BLOCK>();
     if (row >= rows) return;
-    const long long position = length[row] - 1;
-    add_embeddings<Slice>(wte + tokens[static_cast<long long>(row) * capacity + position] * COLUMNS, wpe + position * COLUMNS,
-                          y + static_cast<long long>(row) * COLUMNS);
+    embed_token<Slice, T, COLUMNS>(tokens, wte, wpe, y, row, row_slots[row], row_positions[row], capacity);
+}
+
+// Of each lane the newest token of its slot: the one at length - 1.
+template <typename T, int COLUMNS, int BLOCK, int ROW_WARPS>
+__device__ __forceinline__ void newest_embedding(const long long* tokens, const long long* length, const long long* lanes,
+                                                 const T* wte, const T* wpe, T* y, int rows, int capacity) {
+    using Slice = RowSlice<T, COLUMNS, ROW_WARPS>;
+    const int row = Slice::template row<BLOCK>();
+    if (row >= rows) return;
+    const long long slot = lanes[row];
+    embed_token<Slice, T, COLUMNS>(tokens, wte, wpe, y, row, slot, length[slot] - 1, capacity);
 }
 
 }  // namespace warpline

@@ -6,67 +6,22 @@
 // first product in just the registers in which the second one takes its left operand. Keys and values of the next step
 // are on their way while this one is computed. Where there are few blocks, TEAMS of warps take steps in turn, each with a
 // softmax and a ring of its own: no team waits for another before their results are merged, in order, at the end.
-// The queries are the last of the keys' positions, query i at position i + keys - queries. Of sequence b the first
-// length[b] positions exist; a query beyond them gets zeros, a key beyond them does not go into the cache. With window > 0 a
-// query sees that many positions, its own included, and keys that nobody in the block can see are never read. `length` is
-// read before the launches ahead have ended: where launches overlap, none of those may write it. In the engine it was written
-// before the pass began.
+// Two ops have their queries and keys in different places, which AttentionSpan knows:
+//   flash_attention   a rectangle: the queries are the last of the keys' positions, query i at position i + keys - queries.
+//                     Of sequence b the first length[b] positions exist, and a query beyond them gets zeros
+//   prompt_attention  packed rows: the new tokens of a slot, whose older ones are in its cache. New keys and values go into
+//                     the cache on the way. A table has an entry for every QUERIES of them, and the host puts first what
+//                     takes longest
+// With window > 0 a query sees that many positions, its own included, and keys that no query of the block can see are never
+// read. `length` and the table are read before the launches ahead have ended: where launches overlap, none of those may write
+// them. In the engine they were written before the pass began, and so was what the cache holds of older tokens.
 // Traffic: q and y once; k and v once per block, mostly from L2.
 #pragma once
 #include "online.cuh"
+#include "ops/flash_span.cuh"
 #include "ops/flash_tiles.cuh"
-#include "tile.cuh"
 
 namespace warpline {
-
-// What one block has to do: some queries of one head of one sequence, and the keys they see together.
-template <int QUERIES, int KEYS>
-struct AttentionSpan {
-    static constexpr int COUNT = QUERIES;
-    int sequence, head, first_query, shift;  // a query's position is its number plus `shift`
-    int positions;                           // of the sequence
-    int first_step, last_step;               // of KEYS keys each
-
-    __device__ __forceinline__ AttentionSpan(const long long* length, int batch, int heads, int queries, int keys,
-                                             int window) {
-        // The last queries see the most keys: they come first, so that nobody waits for them at the end.
-        const int lanes = batch * heads, tiles = ceil_div(queries, QUERIES);
-        sequence = blockIdx.x % lanes / heads;
-        head = blockIdx.x % lanes % heads;
-        first_query = (tiles - 1 - static_cast<int>(blockIdx.x) / lanes) * QUERIES;
-        shift = keys - queries;
-        positions = min(static_cast<int>(length[sequence]), keys);
-        first_step = window > 0 ? max(0, first_query + shift - window + 1) / KEYS : 0;
-        last_step = ceil_div(min(positions, first_query + QUERIES + shift), KEYS);
-        if (first_query + shift >= positions) last_step = first_step;  // none of these queries exists
-    }
-};
-
-// Where there is a cache, the keys and values at the positions of a block's queries go into it: each is some block's. This
-// is done with a step's tile of ROWS keys, or of their values, of which `place(row, chunk)` says where they stand, by THREADS.
-template <int ROWS, int DEPTH, int THREADS, typename T, typename Span, typename Place>
-__device__ __forceinline__ void keep(const View<T>& cache, const T* tile, const Span& span, int step, Place place) {
-    if (cache.data == nullptr || (step + 1) * ROWS <= span.first_query) return;
-    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
-    constexpr int COUNT = ROWS * VECTORS, AT_ONCE = COUNT < 4 * THREADS ? ceil_div(COUNT, THREADS) : 4;
-    using Pack = Vec<T, WIDTH>;
-    const int first = step * ROWS, from = span.first_query - first, to = min(span.first_query + Span::COUNT, span.positions) - first;
-    T* target = const_cast<T*>(cache.rows(span.sequence, span.head)) + first * cache.row;
-#pragma unroll 1
-    for (int begin = threadIdx.x; begin < COUNT; begin += AT_ONCE * THREADS) {
-        Pack held[AT_ONCE];  // all are read before one is written: nobody tells the compiler that these do not overlap
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int n = min(begin + i * THREADS, COUNT - 1), column = n % VECTORS * WIDTH;
-            held[i] = *reinterpret_cast<const Pack*>(tile + place(n / VECTORS, column / CHUNK<T>) + column % CHUNK<T>);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int n = begin + i * THREADS, row = n / VECTORS, column = n % VECTORS * WIDTH;
-            if (n < COUNT && row >= from && row < to) *reinterpret_cast<Pack*>(target + row * cache.row + column) = held[i];
-        }
-    }
-}
 
 // A team's own barrier.
 template <int TEAM, int TEAMS>
@@ -79,37 +34,40 @@ __device__ __forceinline__ void sync_team(int team) {
 }
 
 // Half precision, on tensor cores: TEAMS of WARPS, multiplied as `Tiles` has it.
-template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
-__device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
-                                             View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
-                                             float scale) {
+template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename Span>
+__device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T> k, View<T> v, View<T> cache_k,
+                                             View<T> cache_v, T* y, int heads, int window, float scale) {
     constexpr int TEAM = WARPS * WARP, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
     constexpr int D = Tiles::D, ROW = Tiles::ROW, STAGE = 2 * KEYS * ROW;
     static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0);
-    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
-    await_previous_launch();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, team = TEAMS > 1 ? threadIdx.y : 0;
     T* tile_q = Tiles::memory();
     T* ring = tile_q + QUERIES * ROW + team * (STAGES * STAGE);
 
     constexpr int SHARE = QUERIES / TEAMS;  // of the queries, to be fetched by a team
     const int its_query = span.first_query + team * SHARE;
-    typename Tiles::template Mover<SHARE, TEAM> move_q(q.rows(span.sequence, span.head), q.row);
-    move_q.fetch(tile_q + team * (SHARE * ROW), its_query * q.row, queries - its_query, DEPTH);
+    typename Tiles::template Mover<SHARE, TEAM> move_q(span.query(q), q.row);
+    move_q.fetch(tile_q + team * (SHARE * ROW), its_query * q.row, span.queries - its_query, DEPTH);
     move_q.deposit(tile_q + team * (SHARE * ROW));
     using Mover = typename Tiles::template Mover<KEYS, TEAM>;
     constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
-    Mover move_k(k.rows(span.sequence, span.head), k.row);
-    Mover move_v(v.rows(span.sequence, span.head), v.row);
+    Mover move_k(span.key(k), k.row);
+    Mover move_v(span.key(v), v.row);
     const int first_step = span.first_step + team, turns = ceil_div(span.last_step - first_step, TEAMS);  // of this team
     const auto fetch = [&](int turn) {
         T* stage = ring + turn % STAGES * STAGE;
         const int first = (first_step + turn * TEAMS) * KEYS;
-        move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
-        move_v.fetch(stage + KEYS * ROW, first * v.row, span.positions - first, DEPTH);
+        if (span.is_cached(first)) {
+            fetch_cached<Mover, KEYS, DEPTH, D, TEAM>(cache_k, k, span, first, stage, Tiles::place);
+            fetch_cached<Mover, KEYS, DEPTH, D, TEAM>(cache_v, v, span, first, stage + KEYS * ROW, Tiles::place);
+        } else {
+            move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
+            move_v.fetch(stage + KEYS * ROW, first * v.row, span.positions - first, DEPTH);
+        }
     };
     const auto deposit = [&](int turn) {
         T* stage = ring + turn % STAGES * STAGE;
+        if (span.is_cached((first_step + turn * TEAMS) * KEYS)) return;  // it is there already
         move_k.deposit(stage);
         move_v.deposit(stage + KEYS * ROW);
     };
@@ -136,11 +94,11 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
         sync_team<TEAM, TEAMS>(team);
         if (turn + AHEAD < turns) fetch(turn + AHEAD);
         end_copy_group();
-        const int step = first_step + turn * TEAMS, first_key = step * KEYS;
+        const int first_key = (first_step + turn * TEAMS) * KEYS;
         const T* tile_k = ring + turn % STAGES * STAGE;
         const T* tile_v = tile_k + KEYS * ROW;
-        keep<KEYS, DEPTH, TEAM>(cache_k, tile_k, span, step, Tiles::place);
-        keep<KEYS, DEPTH, TEAM>(cache_v, tile_v, span, step, Tiles::place);
+        keep<KEYS, DEPTH, TEAM>(cache_k, tile_k, span, first_key, Tiles::place);
+        keep<KEYS, DEPTH, TEAM>(cache_v, tile_v, span, first_key, Tiles::place);
 
         float score[MS][NS][4];
         tiles.score(score, tile_k);
@@ -194,7 +152,7 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
         // What a thread has of its team's results: for each of its rows the softmax, and its columns of the output.
         constexpr int COUNT = 2 + D / 4;
         float* all = dynamic_shared<float>() + threadIdx.x;
-        __syncthreads();  // nobody reads keys and values any more
+        __syncthreads();  // keys and values are not read any more
         if (team > 0) {
 #pragma unroll
             for (int i = 0; i < MS * 2; ++i) {
@@ -231,9 +189,9 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             sum += __shfl_xor_sync(0xffffffffu, sum, 2);
             const int query = span.first_query + warp * MS * 16 + m * 16 + lane / 4 + half * 8;
-            if (query >= queries) continue;
+            if (query >= span.queries) continue;
             const float share = query + span.shift < span.positions ? 1.f / sum : 0.f;
-            T* row = y + ((static_cast<long long>(span.sequence) * queries + query) * heads + span.head) * DEPTH;
+            T* row = span.output(y, query, heads, DEPTH);
 #pragma unroll
             for (int d = 0; d < D / 8; ++d) {
                 const int column = d * 8 + lane % 4 * 2;
@@ -250,26 +208,23 @@ __device__ __forceinline__ void flash_tensor(View<T> q, View<T> k, View<T> v, co
 }
 
 // Float, on ordinary units: 256 threads as 16 x 16, each with every sixteenth query, key and column of the output.
-template <int DEPTH, int QUERIES, int KEYS, int WARPS>
-__device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<float> v, const long long* length,
-                                            View<float> cache_k, View<float> cache_v, float* y, int batch, int heads,
-                                            int queries, int keys, int window, float scale) {
+template <int DEPTH, int QUERIES, int KEYS, int WARPS, typename Span>
+__device__ __forceinline__ void flash_plain(const Span& span, View<float> q, View<float> k, View<float> v, View<float> cache_k,
+                                            View<float> cache_v, float* y, int heads, int window, float scale) {
     static_assert(WARPS == 8 && QUERIES % 16 == 0 && KEYS % 16 == 0);
     constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<float, D>, WIDTH = vector_width<float>(DEPTH);
     constexpr int MS = QUERIES / 16, NS = KEYS / 16, DS = D / 16, P = PITCH<float, KEYS>;
     using Four = Vec<float, 4>;
-    const AttentionSpan<QUERIES, KEYS> span(length, batch, heads, queries, keys, window);
-    await_previous_launch();
     const int row0 = threadIdx.x / 16, column0 = threadIdx.x % 16;
     float* tile_q = dynamic_shared<float>();
     float* tile_k = tile_q + QUERIES * LANE;
     float* tile_v = tile_k + KEYS * LANE;
     float* weights = tile_v + KEYS * LANE;
 
-    TileMover<float, QUERIES, D, WIDTH, 256> move_q(q.rows(span.sequence, span.head), q.row);
-    TileMover<float, KEYS, D, WIDTH, 256> move_k(k.rows(span.sequence, span.head), k.row);
-    TileMover<float, KEYS, D, WIDTH, 256> move_v(v.rows(span.sequence, span.head), v.row);
-    move_q.fetch(tile_q, span.first_query * q.row, queries - span.first_query, DEPTH);
+    using Mover = TileMover<float, KEYS, D, WIDTH, 256>;
+    TileMover<float, QUERIES, D, WIDTH, 256> move_q(span.query(q), q.row);
+    Mover move_k(span.key(k), k.row), move_v(span.key(v), v.row);
+    move_q.fetch(tile_q, span.first_query * q.row, span.queries - span.first_query, DEPTH);
     move_q.deposit(tile_q);
 
     const float factor = scale * LOG2_E;
@@ -277,17 +232,22 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
     float out[MS][DS] = {};
     for (int step = span.first_step; step < span.last_step; ++step) {
         const int first = step * KEYS;
-        __syncthreads();  // nobody still reads the last step's tiles
-        move_k.fetch(tile_k, first * k.row, span.positions - first, DEPTH);
-        move_v.fetch(tile_v, first * v.row, span.positions - first, DEPTH);
-        move_k.deposit(tile_k);
-        move_v.deposit(tile_v);
+        const auto place = [](int row, int chunk) { return row * LANE + chunk * CHUNK<float>; };
+        __syncthreads();  // the last step's tiles have been read
+        if (span.is_cached(first)) {
+            fetch_cached<Mover, KEYS, DEPTH, D, 256>(cache_k, k, span, first, tile_k, place);
+            fetch_cached<Mover, KEYS, DEPTH, D, 256>(cache_v, v, span, first, tile_v, place);
+        } else {
+            move_k.fetch(tile_k, first * k.row, span.positions - first, DEPTH);
+            move_v.fetch(tile_v, first * v.row, span.positions - first, DEPTH);
+            move_k.deposit(tile_k);
+            move_v.deposit(tile_v);
+        }
         end_copy_group();
         wait_for_copies<0>();
         __syncthreads();
-        const auto place = [](int row, int chunk) { return row * LANE + chunk * CHUNK<float>; };
-        keep<KEYS, DEPTH, 256>(cache_k, tile_k, span, step, place);
-        keep<KEYS, DEPTH, 256>(cache_v, tile_v, span, step, place);
+        keep<KEYS, DEPTH, 256>(cache_k, tile_k, span, first, place);
+        keep<KEYS, DEPTH, 256>(cache_v, tile_v, span, first, place);
 
         float score[MS][NS] = {};
 #pragma unroll 4
@@ -352,9 +312,9 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
 #pragma unroll
         for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
         const int query = span.first_query + row0 + m * 16;
-        if (query >= queries) continue;
+        if (query >= span.queries) continue;
         const float share = query + span.shift < span.positions ? 1.f / sum : 0.f;
-        float* row = y + ((static_cast<long long>(span.sequence) * queries + query) * heads + span.head) * DEPTH;
+        float* row = span.output(y, query, heads, DEPTH);
 #pragma unroll
         for (int d = 0; d < DS; ++d) {
             if (column0 + d * 16 < DEPTH) row[column0 + d * 16] = out[m][d] * share;
@@ -362,20 +322,38 @@ __device__ __forceinline__ void flash_plain(View<float> q, View<float> k, View<f
     }
 }
 
-template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
-__device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, View<T> cache_k,
-                                                View<T> cache_v, T* y, int batch, int heads, int queries, int keys, int window,
-                                                float scale) {
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename Span>
+__device__ __forceinline__ void attend(const Span& span, View<T> q, View<T> k, View<T> v, View<T> cache_k, View<T> cache_v,
+                                       T* y, int heads, int window, float scale) {
     if constexpr (sizeof(T) == 4) {
-        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(q, k, v, length, cache_k, cache_v, y, batch, heads, queries, keys, window, scale);
+        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(span, q, k, v, cache_k, cache_v, y, heads, window, scale);
     } else {
         // Four warps with 16 queries each multiply together, where they can.
         constexpr int MS = QUERIES / WARPS / 16;
         constexpr bool GROUPS = HAS_WARPGROUPS && DEPTH == GROUP_ROW && MS == 1 && WARPS % 4 == 0 && KEYS % 64 == 0;
         using Tiles = typename FlashTiles<GROUPS, T, DEPTH, MS, KEYS>::Type;
-        flash_tensor<Tiles, T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(q, k, v, length, cache_k, cache_v, y, batch, heads, queries,
-                                                                          keys, window, scale);
+        flash_tensor<Tiles, T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, cache_k, cache_v, y, heads, window, scale);
     }
+}
+
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
+__device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
+                                                int heads, int queries, int keys, int window, float scale) {
+    const AttentionSpan<QUERIES, KEYS, false> span(length, batch, heads, queries, keys, window);
+    await_previous_launch();
+    attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, {}, {}, y, heads, window, scale);
+}
+
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
+__device__ __forceinline__ void prompt_attention(View<T> q, View<T> k, View<T> v, const int* tiles, View<T> cache_k,
+                                                 View<T> cache_v, T* y, int heads, int window, float scale) {
+    const AttentionSpan<QUERIES, KEYS, true> span(tiles, heads, window);
+    // An entry without tokens only fills the table. One block waits all the same: what is launched behind this one, and
+    // waits for it, relies on what was launched ahead.
+    if (span.queries == 0 && blockIdx.x > 0) return;
+    await_previous_launch();
+    if (span.queries == 0) return;
+    attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, cache_k, cache_v, y, heads, window, scale);
 }
 
 }  // namespace warpline

@@ -5,8 +5,9 @@
 // top-p only need to know the least score they keep. That is found by counting (or by weighing) scores into bins of equal
 // width, then looking closer at the one bin in which the line falls. Weights are integers of 2^-31 of the total, whose
 // sum does not depend on the order of the threads; it rounds no worse than a float32 running sum does.
-// The key of a draw is the row's entry in `noise` at the length of its sequence; the end of text, `eos`, cannot be drawn
-// before `least` where it would stop the sequence. `logit` is the row's largest, or infinity if one of them is no number.
+// Row r of the logits belongs to slot lanes[r], which says all else. The key of a draw is the slot's entry in `noise` at the
+// length of its sequence; the end of text, `eos`, cannot be drawn before `min_length` where it would stop the sequence.
+// `logit` is the row's largest, or infinity if one of them is no number.
 // Traffic: the logits two to eight times, from L2 after the first; one block to a row.
 #pragma once
 #include "common.cuh"
@@ -138,16 +139,18 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
 template <typename T, int VOCAB, int BLOCK, int UNROLL>
 __device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* noise,
                                        const float* temperature, const long long* top_k, const float* top_p,
-                                       const float* min_p, const float* penalty, const long long* least, const bool* stops,
-                                       long long* token, float* logit, int capacity, int eos) {
+                                       const float* min_p, const float* penalty, const long long* min_length,
+                                       const bool* stops_at_eos, const long long* lanes, long long* token, float* logit,
+                                       int capacity, int eos) {
     constexpr int WARPS = BLOCK / WARP;
     __shared__ SampleScratch<VOCAB, BLOCK> s;
     const int row = blockIdx.x;
+    const long long slot = lanes[row];
     logits += static_cast<long long>(row) * VOCAB;
-    tokens += static_cast<long long>(row) * capacity;
-    const bool greedy = temperature[row] <= 0.f, punishes = penalty[row] != 1.f;
-    const float coolness = greedy ? 1.f : 1.f / temperature[row], punishment = penalty[row], relief = 1.f / punishment;
-    const int past = static_cast<int>(length[row]), banned = stops[row] && past < least[row] ? eos : -1;
+    tokens += slot * capacity;
+    const bool greedy = temperature[slot] <= 0.f, punishes = penalty[slot] != 1.f;
+    const float coolness = greedy ? 1.f : 1.f / temperature[slot], punishment = penalty[slot], relief = 1.f / punishment;
+    const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
 
     if (punishes) {
         for (int i = threadIdx.x; i < ceil_div(VOCAB, 32); i += BLOCK) s.seen[i] = 0;
@@ -215,7 +218,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
 #pragma unroll 1
     for (int rule = 0; rule < 2; ++rule) {
         const bool by_count = rule == 0;
-        if (by_count ? top_k[row] >= VOCAB : top_p[row] >= 1.f) continue;
+        if (by_count ? top_k[slot] >= VOCAB : top_p[slot] >= 1.f) continue;
         const auto each_kept = [&](auto f) {
             each([&](int i, float logit) {
                 const float v = score(i, logit);
@@ -225,14 +228,14 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         float sum = 0.f;
         if (!by_count) each_kept([&](float v) { sum += exp2_approx((v - largest) * LOG2_E); });
         const float scale = 0x1p31f / group_sum<WARPS>(sum, s.reduced);
-        const unsigned target = by_count ? static_cast<unsigned>(top_k[row]) : max(1u, __float2uint_rn(top_p[row] * 0x1p31f));
+        const unsigned target = by_count ? static_cast<unsigned>(top_k[slot]) : max(1u, __float2uint_rn(top_p[slot] * 0x1p31f));
         const unsigned least = least_kept(s, largest, target, [&](auto f) {
             each_kept([&](float v) { f(v, by_count ? 1u : __float2uint_rn(exp2_approx((v - largest) * LOG2_E) * scale)); });
         });
         line = max(line, least);
     }
-    const float floor = largest + logf(min_p[row]);
-    const unsigned key = static_cast<unsigned>(noise[row * capacity + min(past, capacity - 1)]);
+    const float floor = largest + logf(min_p[slot]);
+    const unsigned key = static_cast<unsigned>(noise[slot * capacity + min(past, capacity - 1)]);
     const int drawn = choose([&](int i, float logit) {
         const float v = score(i, logit);
         return ordered(v) >= line && v >= floor ? v + gumbel_noise(key, i) : -infinity();

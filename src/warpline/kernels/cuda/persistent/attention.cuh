@@ -1,6 +1,6 @@
 // Attention of one query over a part of its KV cache, by one block on whose every cycle all others wait.
 //
-// The idea: each warp has eight slots at a time, whose keys and values it copies into shared memory before the query is
+// The idea: each warp has eight positions at a time, whose keys and values it copies into shared memory before the query is
 // there, and keeps a softmax of its own; the warps are merged once, at the end. On tensor cores the query is the first
 // operand, in every row, so that each lane ends with the scores that it needs as weights for the values, and nothing is
 // exchanged between lanes but the maximum. The newest key and value come with the query; they are not in the cache yet.
@@ -13,7 +13,7 @@
 
 namespace warpline {
 
-// What one block attends to: slots from ... to - 1 of a sequence whose newest slot is end - 1.
+// What one block attends to: positions from ... to - 1 of a sequence whose newest position is end - 1.
 struct Part {
     int row, head, split, from, to, end;
 
@@ -22,30 +22,30 @@ struct Part {
 
 template <typename T, int DEPTH, int WARPS>
 class PartAttention {
-    static constexpr int SLOTS = 8, AT_ONCE = WARPS * SLOTS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
+    static constexpr int KEYS = 8, AT_ONCE = WARPS * KEYS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
     static constexpr int PITCH = DEPTH + CHUNK;  // rows on different banks
-    static constexpr int COPIES = ceil_div(SLOTS * VECTORS, WARP);
+    static constexpr int COPIES = ceil_div(KEYS * VECTORS, WARP);
     static_assert(VECTORS <= WARP, "one warp brings the newest key and value, a vector to a lane");
 
    public:
     struct Shared {
-        alignas(16) T keys[WARPS][SLOTS * PITCH];
-        alignas(16) T values[WARPS][SLOTS * PITCH];
+        alignas(16) T keys[WARPS][KEYS * PITCH];
+        alignas(16) T values[WARPS][KEYS * PITCH];
         alignas(16) float largest[WARPS], sums[WARPS];
         alignas(16) float out[WARPS][DEPTH];
     };
 
    private:
-    // This warp's eight slots from `first` on.
+    // This warp's eight positions from `first` on.
     static __device__ __forceinline__ void copy(Shared& s, const T* keys, const T* values, int first, int to, int newest) {
         const int thread = thread_index(), warp = thread / WARP;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int chunk = thread % WARP + i * WARP, row = chunk / VECTORS, column = chunk % VECTORS * CHUNK;
-            if (COPIES * WARP > SLOTS * VECTORS && row >= SLOTS) continue;
-            const int slot = first + row;
-            const bool inside = slot < to && slot != newest;
-            const long long at = inside ? slot * DEPTH + column : 0;
+            if (COPIES * WARP > KEYS * VECTORS && row >= KEYS) continue;
+            const int position = first + row;
+            const bool inside = position < to && position != newest;
+            const long long at = inside ? position * DEPTH + column : 0;
             copy_async(s.keys[warp] + row * PITCH + column, keys + at, inside);
             copy_async(s.values[warp] + row * PITCH + column, values + at, inside);
         }
@@ -53,9 +53,9 @@ class PartAttention {
     }
 
    public:
-    // Starts copying what is in the cache. `keys` and `values`: of the sequence and head, slot 0.
+    // Starts copying what is in the cache. `keys` and `values`: of the sequence and head, position 0.
     static __device__ __forceinline__ void begin(Shared& s, const T* keys, const T* values, const Part& part) {
-        copy(s, keys, values, part.from + thread_index() / WARP * SLOTS, part.to, part.end - 1);
+        copy(s, keys, values, part.from + thread_index() / WARP * KEYS, part.to, part.end - 1);
     }
 
     // `posted` is where the query, the newest key and the newest value are exchanged, `apart` from each other, under `tag`.
@@ -64,7 +64,7 @@ class PartAttention {
     static __device__ __forceinline__ bool run(Shared& s, T* keys, T* values, const Part& part, float factor,
                                                const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
         const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1 - part.from;
-        const bool brings = part.has_newest() && newest / SLOTS % WARPS == warp, at_once = newest < AT_ONCE;
+        const bool brings = part.has_newest() && newest / KEYS % WARPS == warp, at_once = newest < AT_ONCE;
         constexpr int QUADS = ceil_div(VECTORS, 4), AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2, PAIRS = 2 * AT_ONCE_QUADS;
         Bits q[QUADS];
 #pragma unroll
@@ -98,7 +98,7 @@ class PartAttention {
             if (brings && lane < VECTORS) {
                 const Bits k = bits(PAIRS), v = bits(PAIRS + 2);
                 if (at_once) {
-                    const int at = newest % SLOTS * PITCH + lane * CHUNK;
+                    const int at = newest % KEYS * PITCH + lane * CHUNK;
                     *reinterpret_cast<Bits*>(s.keys[warp] + at) = k;
                     *reinterpret_cast<Bits*>(s.values[warp] + at) = v;
                 } else {  // it will be copied like the others
@@ -112,14 +112,14 @@ class PartAttention {
         float out[DEPTH / 16][4] = {};
         const T *k = s.keys[warp], *v = s.values[warp];
 #pragma unroll 1
-        for (int first = part.from + warp * SLOTS;; first += AT_ONCE) {
+        for (int first = part.from + warp * KEYS;; first += AT_ONCE) {
             __syncwarp();
             if constexpr (sizeof(T) == 2) {
                 on_tensor_cores(q, k, v, first, part.to, factor, softmax, out);
             } else {
                 in_ordinary_arithmetic(q, k, v, first, part.to, factor, softmax, out);
             }
-            if (first + AT_ONCE - warp * SLOTS >= part.to) break;
+            if (first + AT_ONCE - warp * KEYS >= part.to) break;
             __syncwarp();
             copy(s, keys, values, first + AT_ONCE, part.to, -1);
             wait_for_copies<0>();
@@ -152,7 +152,7 @@ class PartAttention {
     static __device__ __forceinline__ void keep(const Shared& s, T* keys, T* values, const Part& part) {
         const int warp = thread_index() / WARP, lane = thread_index() % WARP, newest = part.end - 1;
         if (lane >= VECTORS) return;
-        const int at = (newest - part.from) % SLOTS * PITCH + lane * CHUNK;
+        const int at = (newest - part.from) % KEYS * PITCH + lane * CHUNK;
         reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = *reinterpret_cast<const Bits*>(s.keys[warp] + at);
         reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = *reinterpret_cast<const Bits*>(s.values[warp] + at);
     }
@@ -180,7 +180,7 @@ class PartAttention {
     }
 
    private:
-    // Lane 4g + t: of the scores those of slots 2t and 2t + 1, the same for all g; of the output columns g and g + 8 of every
+    // Lane 4g + t: of the scores those of positions 2t and 2t + 1, the same for all g; of the output columns g and g + 8 of every
     // sixteen, the same for all t, because there the values are the first operand and the weights, in every column, the
     // second. For the scores the query is the first: pairs 0 and 1 of a lane's sixteen bytes in the upper eight rows, 2 and 3
     // in the lower ones, so that each is looked at where it means something.
@@ -196,14 +196,14 @@ class PartAttention {
             multiply_add<T>(upper, q[i / 4].at, b.at[0], b.at[1]);
             multiply_add<T>(lower, q[i / 4].at, b.at[2], b.at[3]);
         }
-        const int slot = first + lane % 4 * 2;
-        const float even = slot < to ? (upper[0] + lower[2]) * factor : LOWEST;
-        const float odd = slot + 1 < to ? (upper[1] + lower[3]) * factor : LOWEST;
+        const int position = first + lane % 4 * 2;
+        const float even = position < to ? (upper[0] + lower[2]) * factor : LOWEST;
+        const float odd = position + 1 < to ? (upper[1] + lower[3]) * factor : LOWEST;
         float largest = fmaxf(even, odd);
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         const float rescale = softmax.raise(largest, 1.f);
-        float sum_even = slot < to ? exp2_approx(even - softmax.largest) : 0.f, sum_odd = slot + 1 < to ? exp2_approx(odd - softmax.largest) : 0.f;
+        float sum_even = position < to ? exp2_approx(even - softmax.largest) : 0.f, sum_odd = position + 1 < to ? exp2_approx(odd - softmax.largest) : 0.f;
         const unsigned weights = pack_pair<T>(sum_even, sum_odd);
         sum_even += sum_odd;
         sum_even += __shfl_xor_sync(0xffffffffu, sum_even, 1);
@@ -211,7 +211,7 @@ class PartAttention {
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             unsigned a[4];
-            // Matrix m is columns 8 (2i + m) of the eight slots; where there are fewer columns, the last ones again.
+            // Matrix m is columns 8 (2i + m) of the eight positions; where there are fewer columns, the last ones again.
             const int column = min(2 * i + lane / 8, 2 * N - 1) * 8;
             load_matrices_transposed(a, v + lane % 8 * PITCH + column);
 #pragma unroll
@@ -225,12 +225,12 @@ class PartAttention {
         }
     }
 
-    // Lane 4g + t: a quarter of slot g's key; then of every sixteen output columns the four from 4t on. All g end with
+    // Lane 4g + t: a quarter of position g's key; then of every sixteen output columns the four from 4t on. All g end with
     // the same.
     template <int Q, int N>
     static __device__ __forceinline__ void in_ordinary_arithmetic(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
                                                                   float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
-        const int lane = thread_index() % WARP, slot = first + lane / 4;
+        const int lane = thread_index() % WARP, position = first + lane / 4;
         float score = 0.f;
 #pragma unroll
         for (int i = 0; i < Q; ++i) {
@@ -241,12 +241,12 @@ class PartAttention {
         }
         score += __shfl_xor_sync(0xffffffffu, score, 1);
         score += __shfl_xor_sync(0xffffffffu, score, 2);
-        score = slot < to ? score * factor : LOWEST;
+        score = position < to ? score * factor : LOWEST;
         float largest = score;
 #pragma unroll
         for (int other = 4; other < WARP; other *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, other));
         const float rescale = softmax.raise(largest, 1.f);
-        const float weight = slot < to ? exp2_approx(score - softmax.largest) : 0.f;
+        const float weight = position < to ? exp2_approx(score - softmax.largest) : 0.f;
         float sum = weight;
 #pragma unroll
         for (int other = 4; other < WARP; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
@@ -257,7 +257,7 @@ class PartAttention {
             for (int j = 0; j < 4; ++j) out[i][j] *= rescale;
         }
 #pragma unroll 2  // all eight at once would be more registers than there are
-        for (int r = 0; r < SLOTS; ++r) {
+        for (int r = 0; r < KEYS; ++r) {
             const float its = __shfl_sync(0xffffffffu, weight, r * 4);
 #pragma unroll
             for (int i = 0; i < N; ++i) {

@@ -23,7 +23,7 @@ class Choice : protected Layers<M> {
     using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::PITCH, Place::SCORES, Place::SEEN;
     using Place::CANDIDATE, Place::CANDIDATES_AT, Place::SUMS_AT, Place::DIGITS_AT, Place::DIGITS;
     using typename Place::TileOf, typename Place::Row, typename Place::T;
-    using Layer::a, Layer::desk, Layer::tape, Layer::tag;
+    using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::token_at;
     using Layer::Layer;
 
     // The LM head: whole units to a warp. f(output, row, sum, which of the lane's results).
@@ -116,7 +116,7 @@ class Choice : protected Layers<M> {
         sync_threads<THREADS>();
         for (int row = 0; row < a.batch; ++row) {
             if (desk.rows[row].punishment == 1.f) continue;
-            for (int i = thread_index(); i < desk.rows[row].length; i += THREADS) see(row, static_cast<int>(a.tokens[row * a.capacity + i]));
+            for (int i = thread_index(); i < desk.rows[row].length; i += THREADS) see(row, static_cast<int>(a.tokens[token_at(desk.rows[row], i)]));
         }
         sync_threads<THREADS>();
     }

@@ -24,7 +24,7 @@ class Decode : Choice<M> {
     using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
     using typename Place::T, typename Place::TileOf, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
-    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::set_part;
+    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::set_part, Layer::token_at;
     using Layer::run_layer;
     using Ending::head, Ending::agree, Ending::choose, Ending::first_output;
 
@@ -53,19 +53,20 @@ class Decode : Choice<M> {
             Row& r = desk.rows[row];
             r = {};
             if (row < a.batch) {
-                r.length = static_cast<int>(a.length[row]);
-                r.token = static_cast<int>(a.tokens[row * a.capacity + r.length - 1]);
-                r.known = static_cast<int>(a.known[row]);
-                r.limit = static_cast<int>(a.limit[row]);
-                r.least = static_cast<int>(a.min_length[row]);
-                r.stops = a.stops_at_eos[row];
-                r.active = !a.done[row];
-                r.coolness = a.temperature[row] > 0.f ? 1.f / a.temperature[row] : 0.f;
+                const int slot = r.slot = static_cast<int>(a.lanes[row]);
+                r.length = static_cast<int>(a.length[slot]);
+                r.token = static_cast<int>(a.tokens[token_at(r, r.length - 1)]);
+                r.known = static_cast<int>(a.known[slot]);
+                r.limit = static_cast<int>(a.limit[slot]);
+                r.least = static_cast<int>(a.min_length[slot]);
+                r.stops = a.stops_at_eos[slot];
+                r.active = !a.done[slot];
+                r.coolness = a.temperature[slot] > 0.f ? 1.f / a.temperature[slot] : 0.f;
                 if constexpr (M::FILTERS) {
-                    r.most = static_cast<int>(a.top_k[row]);
-                    r.mass = a.top_p[row];
-                    r.floor = logf(a.min_p[row]);
-                    r.punishment = a.penalty[row];
+                    r.most = static_cast<int>(a.top_k[slot]);
+                    r.mass = a.top_p[slot];
+                    r.floor = logf(a.min_p[slot]);
+                    r.punishment = a.penalty[slot];
                 }
             }
         }
@@ -79,7 +80,7 @@ class Decode : Choice<M> {
         if (thread < ROWS) {
             Row& r = desk.rows[thread];
             r.banned = r.stops && r.length < r.least ? a.eos : -1;
-            r.key = r.coolness > 0.f ? a.noise[thread * a.capacity + min(r.length, a.capacity - 1)] : 0;
+            r.key = r.coolness > 0.f ? a.noise[token_at(r, min(r.length, a.capacity - 1))] : 0;
             desk.unit[0][thread] = desk.unit[1][thread] = 1.f;
         }
         if (thread == WARP) {
@@ -106,15 +107,15 @@ class Decode : Choice<M> {
             Row& r = desk.rows[row];
             const unsigned long long best = this->best_of(row);
             r.token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
-            if (r.length < r.known) r.token = static_cast<int>(a.tokens[row * a.capacity + r.length]);
+            if (r.length < r.known) r.token = static_cast<int>(a.tokens[token_at(r, r.length)]);
             if constexpr (M::FILTERS) this->see(row, r.token);
             r.length += 1;
             r.active = !(r.token == a.eos && r.stops) && r.length < r.limit;
             if (blockIdx.x == 0) {
-                a.tokens[row * a.capacity + r.length - 1] = r.token;
-                a.length[row] = r.length;
-                if (!r.active) a.done[row] = true;
-                if (!isfinite(value_of(best)) || r.odd) a.broken[row] = true;
+                a.tokens[token_at(r, r.length - 1)] = r.token;
+                a.length[r.slot] = r.length;
+                if (!r.active) a.done[r.slot] = true;
+                if (!isfinite(value_of(best)) || r.odd) a.broken[r.slot] = true;
             }
         }
         sync_threads<THREADS>();

@@ -26,11 +26,16 @@ class Layers : protected Stages<M> {
         return {row, head, split, from, min(end, from + size), end};
     }
 
+    // Where a row's token at `position` is, and its noise.
+    __device__ __forceinline__ long long token_at(const Row& row, int position) const {
+        return static_cast<long long>(row.slot) * a.capacity + position;
+    }
+
     // Puts the block's part number `i` on the desk: what it is, and where its keys and values are in the cache of layer 0.
     __device__ __forceinline__ void set_part(int i) {
         const Part part = part_of(blockIdx.x + i * M::BLOCKS);
         desk.part = part;
-        desk.place = (static_cast<long long>(part.row) * HEADS + part.head) * a.capacity * DEPTH;
+        desk.place = (static_cast<long long>(desk.rows[part.row].slot) * HEADS + part.head) * a.capacity * DEPTH;
     }
 
     __device__ __forceinline__ long long place() const {

@@ -16,7 +16,8 @@ struct BlockPlan {
 // M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
 //   vectors   of each layer ln_1's gamma, the out-projection's bias, ln_2's gamma, the projection's bias; then ln_f
 //   lines     slope and level (see layers.cuh) of each layer's outputs of QKV and of FC
-//   k, v      [layer, row, head, slot, depth], `cache_rows` rows of `capacity` slots
+//   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
+//   k, v      [layer, slot, head, position, depth], `cache_rows` slots of `capacity` positions
 //   logits    [row, vocab], where the launch is to leave them instead of choosing a token
 //   patience  of a wait, in nanoseconds
 //   count     of tokens, at most; tag: of the first turn
@@ -40,6 +41,7 @@ struct Layout {
     static constexpr int SCORES = M::HEAD_UNITS * TILE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
 
     struct Row {
+        int slot;                       // of the state and of the cache
         int length, token;              // so far, and the last of it
         int known, limit, least;        // lengths: up to which tokens are given, at which it ends, before which it may not
         int banned, key;                // the token that must not come next, and the key of its noise

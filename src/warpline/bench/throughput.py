@@ -1,0 +1,278 @@
+"""Many requests of different lengths at once: how long until all are answered, and how full the steps were meanwhile.
+
+A method with slots takes them all in one call. Others answer them in padded batches, in the order in which they come: a
+batch is as long as its longest prompt and goes on to its longest output. Several sizes are tried and the best one is
+kept; shapes are compiled before anything is timed. Only wanted tokens count.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpline.bench import methods as known
+from warpline.bench import plan
+from warpline.bench.methods.base import Counts, Method
+from warpline.bench.oracle import Oracle, Verdict
+from warpline.bench.plan import NO_TIME, Deadline
+from warpline.bench.protocol import Sample, collect, interleave
+from warpline.bench.requests import Asked, Batch, batches, requests
+from warpline.bench.rows import FAILURES, failed
+from warpline.bench.workloads import Case, Settings
+from warpline.config import ModelConfig
+from warpline.model.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+#: Sizes of padded batches by device. The largest goes first: it is mostly the best, and a smaller one is given up as
+#: soon as it is clear that it takes longer: at its pace so far, by so much.
+SIZES = {"cuda": (256, 64, 32), "cpu": (32, 8)}
+HOPELESS = 1.2
+#: Requests whose tokens are judged, and repetitions that are timed at most.
+JUDGED, REPETITIONS = 8, 3
+#: Tokens of a generation that only makes a method compile what a shape needs.
+WARM_TOKENS = 2
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Served:
+    """A method that has answered all requests once."""
+
+    method: Method
+    size: int  # of its batches
+    tokens: list[list[int]]
+    seconds: float
+
+
+def measure(
+    case: Case,
+    weights: Weights,
+    device: torch.device,
+    rows: dict[str, Row],
+    settings: Settings,
+    deadline: Deadline,
+    limits: dict[str, float],
+    tick: Callable[[float], None],
+) -> None:
+    """Fill in the rows of methods that can do this: each is judged before its time counts, then they take turns."""
+    config = case.windowed(weights.config)
+    asked, oracle = requests(case, config), Oracle(replace(weights, config=config))
+    served: dict[str, Served] = {}
+    for name, row in rows.items():
+        found = _build(name, row, case, weights, device, asked, oracle, settings, deadline, first=not served)
+        if found is not None:
+            served[name] = found
+        tick(0.5 if found is not None else 1)
+    del oracle
+    before = {name: one.method.counts() for name, one in served.items()}
+    samples = _time(served, asked, device, settings, deadline)
+    for name, one in served.items():
+        began = before[name] if name in samples else None  # else of the run that was judged, the engine's first
+        rows[name] |= figures(case, config, name, samples.get(name, Sample((one.seconds,))), limits)
+        rows[name] |= _engine(began, one.method.counts())
+        if one.method.serves == "padded":
+            rows[name]["padded_batch"] = one.size
+        one.method.close()
+        tick(0.5)
+
+
+def _build(
+    name: str,
+    row: Row,
+    case: Case,
+    weights: Weights,
+    device: torch.device,
+    asked: Sequence[Asked],
+    oracle: Oracle,
+    settings: Settings,
+    deadline: Deadline,
+    *,
+    first: bool,
+) -> Served | None:
+    """The method at its best, if its tokens are right; the row tells what goes wrong. Unless it is the first, it keeps
+    to the deadline."""
+    kind = known.find(name)
+    left = math.inf if first else deadline.left
+    if kind.startup_seconds > left:
+        row |= NO_TIME
+        return None
+    try:
+        served = best(kind, weights, case, device, asked, min(settings.patience_seconds, left))
+        if served is None:
+            row |= {"status": "skipped", "why": settings.impatience} if left > settings.patience_seconds else NO_TIME
+            return None
+        verdict = judge(served, asked, oracle, case.dtype)
+    except FAILURES as error:
+        logger.debug("%s failed", name, exc_info=True)
+        row |= failed(error)
+        return None
+    row |= {"agreeing": round(verdict.agreeing, 4), "deficit": round(verdict.worst, 6)}
+    if verdict.right or not kind.exact:
+        row["status"] = "ok"
+        return served
+    row |= {"status": "wrong", "why": f"its tokens are {verdict.worst:.2g} σ from the likeliest"}
+    served.method.close()
+    return None
+
+
+def best(
+    kind: type[Method], weights: Weights, case: Case, device: torch.device, asked: Sequence[Asked], seconds: float
+) -> Served | None:
+    """The method with the size of batch that answers in the least time, or None if none does within so many seconds.
+    One for which there is no memory is left out, unless that is all."""
+    if kind.serves == "together":
+        sizes: tuple[int, ...] = (len(asked),)
+    else:
+        sizes = tuple(dict.fromkeys(min(size, len(asked)) for size in SIZES[device.type]))
+    found: Served | None = None
+    shortage: torch.OutOfMemoryError | None = None
+    for size in sizes:
+        try:
+            one = _tried(kind, weights, case, device, asked, size, seconds if found is None else found.seconds)
+        except torch.OutOfMemoryError as error:
+            shortage = error.with_traceback(None)  # which holds what was allocated
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        if one is not None:
+            if found is not None:
+                found.method.close()
+            found = one
+    if found is None and shortage is not None:
+        raise shortage
+    return found
+
+
+def _tried(
+    kind: type[Method],
+    weights: Weights,
+    case: Case,
+    device: torch.device,
+    asked: Sequence[Asked],
+    size: int,
+    seconds: float,
+) -> Served | None:
+    """Warm, then through all requests; given up between two batches when it would take longer than that."""
+    together = kind.serves == "together"
+    steps = [len(asked)] if together else [one.new for one in _batches(kind, weights.config, asked, size)]
+    with ExitStack() as stack:
+        method = kind(weights, case if together else sized(case, weights.config, kind, asked, size), device)
+        stack.callback(method.close)
+        if not together:
+            _warm_up(method, asked, size)
+        begun, taken = time.perf_counter(), 0.0
+        tokens: list[list[int]] = []
+        for done, some in enumerate(method.serve(asked, size), 1):
+            tokens += some
+            taken = time.perf_counter() - begun
+            if taken * sum(steps) / sum(steps[:done]) > seconds * (HOPELESS if done < len(steps) else 1):
+                return None
+        missing = sum(one.new for one in asked) - sum(map(len, tokens))
+        if together and missing:
+            raise RuntimeError(f"{missing} of the tokens that were asked for did not come")
+        stack.pop_all()
+        return Served(method, size, tokens, taken)
+
+
+def _batches(kind: type[Method], config: ModelConfig, asked: Sequence[Asked], size: int) -> list[Batch]:
+    return list(batches(asked, size, config.n_positions, ragged=kind.ragged, fixed=kind.fixed))
+
+
+def sized(case: Case, config: ModelConfig, kind: type[Method], asked: Sequence[Asked], size: int) -> Case:
+    """The case as a method that answers in padded batches needs to know it: what the longest prompt and the longest
+    text of any batch are."""
+    shapes = [(max(map(len, one.prompts)), one.new) for one in _batches(kind, config, asked, size)]
+    prompt, whole = max(prompt for prompt, _ in shapes), max(map(sum, shapes))
+    return replace(case, batch=size, prompt=prompt, new=max(whole - prompt, max(new for _, new in shapes)))
+
+
+def _warm_up(method: Method, asked: Sequence[Asked], size: int) -> None:
+    """A few tokens of every shape, where shapes matter, else of one batch."""
+    found = _batches(type(method), method.weights.config, asked, size)
+    shapes = {max(map(len, one.prompts)): one for one in found}
+    for one in itertools.islice(shapes.values(), None if method.fixed else 1):
+        longest = max(one.asked, key=lambda each: each.new)
+        for _ in method.serve([each._replace(new=min(WARM_TOKENS, longest.new)) for each in one.asked], size):
+            pass
+
+
+def judge(served: Served, asked: Sequence[Asked], oracle: Oracle, dtype: str) -> Verdict:
+    """The verdict on some requests, spread over all: of padded ones behind what the method was given."""
+    method = served.method
+    prompts: list[Sequence[int]] = [one.prompt for one in asked]
+    if method.serves == "padded":
+        some = _batches(type(method), method.weights.config, asked, served.size)
+        prompts = [prompt for batch in some for prompt, _ in zip(batch.prompts, batch.asked, strict=False)]
+    count = min(JUDGED, len(asked))
+    chosen = {min(len(asked) - 1, i * len(asked) // count + i) for i in range(count)}
+
+    def row(ids: Sequence[int]) -> Tensor:
+        return torch.tensor([ids], device=method.device)
+
+    verdicts = [oracle.judge(row(prompts[i]), row(served.tokens[i]), dtype) for i in sorted(chosen)]
+    agreeing = sum(verdict.agreeing for verdict in verdicts) / len(verdicts)
+    return Verdict(agreeing, max(verdict.worst for verdict in verdicts), verdicts[0].allowed)
+
+
+def _time(
+    served: dict[str, Served], asked: Sequence[Asked], device: torch.device, settings: Settings, deadline: Deadline
+) -> dict[str, Sample]:
+    """Rounds in which the methods take turns. The run that was judged has to do in a hurry, and of a padded method,
+    which was warm by then, if one more would take all of its time."""
+    left = deadline.left
+    if left < sum(one.seconds for one in served.values()):
+        return {}
+    part = settings.budget_seconds / max(1, len(served))
+    calls: dict[str, Callable[[], object]] = {
+        name: (lambda one=one: list(one.method.serve(asked, one.size)))  # type: ignore[misc]
+        for name, one in served.items()
+        if one.method.serves == "together" or one.seconds < part
+    }
+    return collect(
+        interleave(
+            calls,
+            device,
+            repetitions=min(REPETITIONS, settings.repetitions),
+            budget_seconds=min(settings.budget_seconds, left),
+            least=1,
+        )
+    )
+
+
+def figures(case: Case, config: ModelConfig, name: str, sample: Sample, limits: dict[str, float]) -> Row:
+    """What a row says of the time that all requests took."""
+    kind = known.find(name)
+    case = replace(case, dtype=kind.stored or case.dtype)
+    wanted = sum(one.new for one in requests(case, config))
+    row: Row = sample.figures() | {
+        "requests_per_second": round(case.batch / sample.median, 3),
+        "tokens_per_second": round(wanted / sample.median, 2),
+    }
+    if kind.exact or kind.stored:  # others move fewer bytes than the dtype says
+        row["percent_of_limit"] = round(100 * plan.seconds_at_best(case, config, *limits.values()) / sample.median, 2)
+    return row
+
+
+def _engine(before: Counts | None, after: Counts | None) -> Row:
+    """How many sequences shared a step in the mean, and for which share of the time the device had nothing to do."""
+    if after is None:
+        return {}
+    before = before or Counts(0, 0, 0.0, 0.0)
+    steps, idle = after.steps - before.steps, after.idle_seconds - before.idle_seconds
+    busy = after.busy_seconds - before.busy_seconds
+    return {
+        "mean_lanes": round((after.lane_steps - before.lane_steps) / max(1, steps), 2),
+        "idle_share": round(idle / max(1e-9, idle + busy), 4),
+    }

@@ -1,0 +1,85 @@
+"""Two executors side by side: the first value, in the order of computing, in which they differ beyond rounding.
+
+Both decode the same text token by token. Every token is given, so a difference is not carried on by different words,
+and after each step all that the executors show of it is compared: `Executor.observe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpline.config import ROUNDING, SamplingParams
+from warpline.engine.executors.base import Executor
+from warpline.engine.executors.graph.schedule import order
+from warpline.engine.request import Request, Span
+from warpline.engine.slots import Slots
+
+#: Roundings of one layer that add up, like a random walk, relative to a row's largest value; and how many times that is
+#: still called the same.
+_PER_LAYER, _SLACK = 8, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two executors part: the largest error there, beside what rounding may cause."""
+
+    position: int
+    row: int
+    name: str
+    error: float
+    allowed: float
+    size: float  # of the largest value in the row
+
+    def __str__(self) -> str:
+        return (
+            f"first difference at position {self.position}, row {self.row}: {self.name} is off by {self.error:.3g} "
+            f"where rounding explains {self.allowed:.3g} (its largest value is {self.size:.3g})"
+        )
+
+
+def compare(
+    first: Executor,
+    second: Executor,
+    texts: Sequence[Sequence[int]],
+    steps: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Difference | None:
+    """Decode the last `steps` tokens of each text with both; `second` is taken to be right."""
+    sides = [(executor, *_begin(executor, texts, steps)) for executor in (first, second)]
+    names = order(first.config.n_layer)
+    for step in range(steps):
+        found, expected = (executor.observe(slots, lanes) for executor, slots, lanes in sides)
+        for name in names:
+            if name in found and name in expected:
+                layer = int(name.split(".")[1]) if name.startswith("h.") else first.config.n_layer
+                row = _worst(found[name], expected[name], layer, first.dtype)
+                if row is not None:
+                    return Difference(len(texts[row[0]]) - steps + step, row[0], name, *row[1:])
+        tick()
+    return None
+
+
+def _begin(executor: Executor, texts: Sequence[Sequence[int]], steps: int) -> tuple[Slots, list[int]]:
+    """Slots in which the texts stand, all but the last tokens in the cache, and which they are."""
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    requests = [
+        Request(text[:-steps], params, 0, i, len(text) + 1, forced=text[-steps:]) for i, text in enumerate(texts)
+    ]
+    slots = executor.allocate(len(texts), max(request.limit for request in requests))
+    lanes = slots.admit(requests)
+    prompts = zip(lanes, requests, strict=True)
+    executor.prefill(slots, [Span(slot, 0, len(request.prompt), (slot,)) for slot, request in prompts])
+    return slots, lanes
+
+
+def _worst(found: Tensor, expected: Tensor, layer: int, dtype: str) -> tuple[int, float, float, float] | None:
+    """The row furthest beyond what rounding allows by that layer: itself, its error, what is allowed, its size."""
+    error = (found.double() - expected.double()).abs().nan_to_num(torch.inf).flatten(1).amax(dim=1)
+    size = expected.double().abs().flatten(1).amax(dim=1)
+    allowed = _SLACK * ROUNDING[dtype] * (_PER_LAYER * (layer + 1)) ** 0.5 * size
+    row = int((error / allowed.clamp(min=1e-30)).argmax())
+    return (row, float(error[row]), float(allowed[row]), float(size[row])) if error[row] > allowed[row] else None

@@ -1,0 +1,51 @@
+"""When turns begin and end, on the device's own clock where it has one, and the stream that all engines share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """When a turn began, had its prompts and ended: on the device's own clock where it has one."""
+
+    def __init__(self, cuda: bool, before: Clock | None):
+        self._cuda, self._before = cuda, before
+        self._at: list[Any] = []  # events, or seconds
+        self._note()
+
+    def _note(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._at.append(event)
+        else:
+            self._at.append(time.perf_counter())
+
+    prefilled = ended = _note
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Of prompts, of steps, and between the turn before and this one; once it has ended."""
+        begun, prefilled, ended = self._at
+        idle = 0.0 if self._before is None else self._between(self._before._at[2], begun)
+        self._before = None  # a chain of clocks would never end
+        return self._between(begun, prefilled), self._between(prefilled, ended), idle
+
+    def _between(self, first: Any, last: Any) -> float:
+        return float(first.elapsed_time(last)) / 1e3 if self._cuda else last - first
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+_STREAMS_LOCK = threading.Lock()
+
+
+def shared_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a process on a GPU: their launches follow one another, since a persistent launch needs the
+    whole GPU, and nothing that torch does on its own stream waits for them."""
+    with _STREAMS_LOCK:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        return _STREAMS[device]

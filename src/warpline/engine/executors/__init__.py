@@ -1,0 +1,87 @@
+"""Executors: what computes tokens. Each has its parts beside it; `choose`, `begin` and `create` find one by name."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import torch
+
+from warpline.config import ACTIVATIONS, ModelConfig
+from warpline.engine.executors.base import Executor
+from warpline.errors import ConfigError, KernelError
+from warpline.hardware import ARCH_LIMITS
+from warpline.model.weights import Weights
+
+__all__ = ["EXECUTORS", "Executor", "begin", "choose", "create"]
+
+#: Every executor and its home; loaded when chosen.
+EXECUTORS = {
+    "auto": "warpline.engine.executors.auto:AutoExecutor",
+    "torch": "warpline.engine.executors.pytorch:TorchExecutor",
+    "cpu": "warpline.engine.executors.cpu.executor:CpuExecutor",
+    "kernels": "warpline.engine.executors.graph.kernels:KernelsExecutor",
+    "graph": "warpline.engine.executors.graph.executor:GraphExecutor",
+    "persistent": "warpline.engine.executors.persistent.executor:PersistentExecutor",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
+    """Resolve "auto" where nothing is left to choose: a CPU has an executor of its own, and on some GPUs only torch
+    runs, which is slow and therefore a warning."""
+    if dtype == "int8" and device.type == "cuda":
+        raise ConfigError("int8 weights run on a CPU so far: use --device cpu, or --dtype fp16 on the GPU")
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        logger.info("executor auto → cpu: there is no GPU")
+        return "cpu"
+    reason = _reason_for_torch(device, config, dtype)
+    if reason is None:
+        return name
+    logger.warning("executor auto → torch, many times slower than our kernels: %s", reason)
+    return "torch"
+
+
+def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> str | None:
+    """Why our kernels cannot run this model on this GPU, if so."""
+    from warpline.kernels import compile as compiler
+    from warpline.kernels import launch
+    from warpline.kernels.catalog import find
+    from warpline.kernels.spec import Variant
+
+    if ACTIVATIONS[config.activation_function] != "gelu_tanh":
+        return f"no other runs {config.activation_function}"
+    arch = launch.arch_of(device.index if device.index is not None else torch.cuda.current_device())
+    if arch not in ARCH_LIMITS:
+        return f"the kernels are not made for {arch}"
+    try:
+        compiler.nvrtc_version()
+    except KernelError as error:
+        return str(error)
+    dims = {"batch": 1, "heads": config.n_head, "queries": 64, "keys": 64, "depth": config.head_size}
+    needed = Variant.of(find("flash_attention"), dtype, dims, arch).launch(dims).shared_bytes
+    if needed > ARCH_LIMITS[arch].block_shared_bytes:
+        return f"heads of {config.head_size} need {needed:,} bytes of shared memory, which this GPU does not have"
+    return None
+
+
+def _kind(name: str, dtype: str) -> type[Executor]:
+    module, _, attribute = EXECUTORS[name].partition(":")
+    kind: type[Executor] = getattr(importlib.import_module(module), attribute)
+    if dtype not in kind.dtypes:
+        raise ConfigError(f"the {name} executor has no {dtype}: use one of {', '.join(kind.dtypes)}, or --executor cpu")
+    return kind
+
+
+def begin(name: str, config: ModelConfig, device: torch.device, dtype: str) -> None:
+    """Begin what the executor called `name` needs before it has weights."""
+    if device.type == "cpu":
+        _kind(name, dtype).begin(config, dtype)
+
+
+def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
+    """Make the executor called `name`."""
+    return _kind(name, dtype)(weights, device, dtype)

@@ -1,0 +1,92 @@
+"""The executor that `auto` means on a GPU: one launch for many tokens where few sequences are decoded, a graph where
+many are, and prompts as both do them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from warpline.engine.executors.base import Executor
+from warpline.engine.executors.graph.executor import GraphExecutor
+from warpline.engine.executors.graph.schedule import Step
+from warpline.engine.executors.persistent.executor import PersistentExecutor
+from warpline.engine.request import Needs, Span
+from warpline.engine.slots import Slots
+from warpline.errors import ConfigError, WarplineError
+from warpline.model.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+
+class AutoExecutor(Executor):
+    """Chooses by the number of lanes, and says once what it has to choose from."""
+
+    name = "auto"
+    chunk, most_steps = 32, 256
+    prompt_tokens = 16384
+    native = True
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        super().__init__(weights, device, dtype)
+        self._graph = GraphExecutor(weights, device, dtype)
+        self._persistent: PersistentExecutor | None = None
+        self._most, self._last = 0, ""  # lanes that the persistent one takes; which decoded last
+        try:
+            self._persistent = PersistentExecutor(weights, device, dtype, prompts=self._graph.prompts)
+        except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
+            self._tell(reason)
+        else:
+            self._most = self._persistent.most_lanes or 0
+            logger.info("executor auto → persistent up to %s sequences, graph beyond", self._most)
+
+    def _tell(self, reason: Exception) -> None:
+        level = logging.INFO if isinstance(reason, ConfigError) else logging.WARNING
+        text, beyond = str(reason).splitlines()[0], f" beyond {self._most} sequences" if self._most else ""
+        logger.log(level, "executor auto → graph%s: %s", beyond, text)
+
+    @property
+    def described(self) -> str:
+        """With the one that decoded last."""
+        return f"{self.name} ({self._last})" if self._last else self.name
+
+    def _for(self, slots: Slots, lanes: Sequence[int]) -> GraphExecutor | PersistentExecutor:
+        chosen: GraphExecutor | PersistentExecutor = self._graph
+        if self._persistent is not None and len(lanes) <= self._most:
+            try:
+                self._persistent.prepare(slots, lanes)
+                chosen = self._persistent
+            except (WarplineError, torch.OutOfMemoryError) as reason:  # too little shared memory for so many rows, say
+                self._most = len(lanes) // 2
+                self._tell(reason)
+        self._last = chosen.name
+        return chosen
+
+    def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:
+        """Where the persistent kernel would decode them."""
+        if self._persistent is not None and len(lanes) <= self._most:
+            self._persistent.compile_ahead(slots, lanes)
+
+    def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
+        self._graph._prefill(slots, spans)
+
+    def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
+        self._for(slots, lanes)._decode(slots, lanes, n)
+
+    def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
+        """As what would decode."""
+        return self._persistent is not None and lanes <= self._most and self._persistent.stops_by_itself(lanes, needs)
+
+    def fault(self) -> Exception | None:
+        """Only the persistent kernel waits."""
+        return None if self._persistent is None else self._persistent.fault()
+
+    def table(self, phase: str) -> list[Step] | None:
+        """Of the graph executor, whose prompts both share."""
+        return self._graph.table(phase)
+
+    def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
+        """As what would decode."""
+        return self._for(slots, lanes).observe(slots, lanes)

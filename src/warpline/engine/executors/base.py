@@ -1,0 +1,124 @@
+"""The interface between the engine and whatever computes: `prefill` and `decode`, over slots.
+
+Both may return before the device has finished; `Slots.report` brings the tokens. An executor keeps nothing of a
+request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from warpline.config import DTYPE_BYTES, KV_DTYPES, ModelConfig
+from warpline.engine.request import Needs, Span
+from warpline.engine.slots import Slots
+from warpline.errors import ConfigError
+from warpline.model.weights import TORCH_DTYPES, Weights
+
+if TYPE_CHECKING:
+    from warpline.engine.executors.graph.schedule import Step
+
+#: Called before every step that the host can see: a pass over prompts ("prefill") or one decode step ("decode").
+Mark = Callable[[str], None]
+
+
+class Executor(ABC):
+    """Computes tokens in `Slots`."""
+
+    name: str
+    #: Steps between two looks of the host, at most: where sequences may end early or a reader follows them, and else.
+    chunk: int = 1
+    most_steps: int = 1
+    #: How weights may be stored.
+    dtypes: Collection[str] = tuple(DTYPE_BYTES)
+    #: Sequences that can be decoded together, if not any number.
+    most_lanes: int | None = None
+    #: Tokens of prompts that are run at once, at most.
+    prompt_tokens: int = 2048
+    #: Whether slots are read and written by kernels of ours on the GPU, or by torch.
+    native: bool = False
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        self.config, self.device, self.dtype = weights.config, device, dtype
+        self._mark: Mark | None = None
+
+    @classmethod  # noqa: B027 - most have nothing to begin
+    def begin(cls, config: ModelConfig, dtype: str) -> None:
+        """Begin what takes long and needs no weights, which may be loaded meanwhile."""
+
+    @property
+    def described(self) -> str:
+        """Its name, and what it chose where it chooses."""
+        return self.name
+
+    def allocate(self, count: int, capacity: int) -> Slots:
+        """Slots for so many sequences of so many positions."""
+        dtype = TORCH_DTYPES[KV_DTYPES[self.dtype]]
+        return Slots(self.config, count, capacity, device=self.device, dtype=dtype, native=self.native)
+
+    def prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
+        """Run parts of prompts, and append the first token of every lane that they name."""
+        self._reached("prefill")
+        with self.on_device():
+            self._prefill(slots, spans)
+
+    def decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
+        """Append up to `n` more tokens to each of these slots that is not done."""
+        if self.most_lanes is not None and len(lanes) > self.most_lanes:
+            raise ConfigError(
+                f"the {self.name} executor decodes up to {self.most_lanes} sequences of this model, not {len(lanes)}"
+            )
+        with self.on_device():
+            self._decode(slots, lanes, n)
+
+    def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
+        """Whether decoding so many lanes with such needs ends when every sequence has ended, so that no step is wasted
+        if the host does not look."""
+        return False
+
+    def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:  # noqa: B027 - most have nothing to compile
+        """Begin to compile what decodes these lanes, while their prompts are run."""
+
+    def fault(self) -> Exception | None:
+        """What a launch that had to end itself means, in one line."""
+        return None
+
+    def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
+        """Decode one step, and show what it computed, under the names of `schedule.order`: a row for each lane."""
+        raise ConfigError(f"the {self.name} executor does not show what it computes")
+
+    def table(self, phase: str) -> list[Step] | None:
+        """The ops of the last pass of a phase ("prefill", "decode"), where it is made of a table of them."""
+        return None
+
+    @contextmanager
+    def trace(self, mark: Mark) -> Iterator[None]:
+        """While this is open, `mark` is called before each step; executors that take many steps in one call take them
+        one by one."""
+        before, self._mark = self._mark, mark
+        try:
+            yield
+        finally:
+            self._mark = before
+
+    def _reached(self, phase: str) -> None:
+        if self._mark is not None:
+            self._mark(phase)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Launches go to the current GPU."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @abstractmethod
+    def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
+        """Fill the cache at the spans' positions from `slots.tokens`, then take one step as `Slots` describes it for
+        every lane that a span names."""
+
+    @abstractmethod
+    def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
+        """Take `n` steps as `Slots` describes them."""

@@ -1,0 +1,1 @@
+"""Many tokens in one call of compiled code, on a team of threads."""

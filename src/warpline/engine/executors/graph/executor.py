@@ -1,0 +1,43 @@
+"""The graph executor: the kernels executor's step, captured once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from warpline.engine.executors.graph.bind import captured
+from warpline.engine.executors.graph.kernels import KernelsExecutor
+from warpline.engine.executors.graph.schedule import Step
+from warpline.errors import DeviceError
+from warpline.model.weights import Weights
+
+#: Steps of more lanes than the last of these have a multiple of it; a number between two runs as the larger.
+LANES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+
+
+class GraphExecutor(KernelsExecutor):
+    """One graph launch per token."""
+
+    name = "graph"
+    _overlapping = True
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        if device.type != "cuda":
+            raise DeviceError("the graph executor runs on a CUDA GPU: use --executor cpu here")
+        super().__init__(weights, device, dtype)
+        self.chunk, self.most_steps = 32, 256
+
+    def _rows(self, lanes: int) -> int:
+        return next((n for n in LANES if n >= lanes), -(-lanes // LANES[-1]) * LANES[-1])
+
+    def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], object]:
+        """Captured without a trial, which would change the slots; all kernels are loaded by then."""
+        launches = super()._prepare(steps, named)
+        graph = captured([launches], self.device)
+
+        def replay(_kept: Callable[[], object] = launches) -> None:  # its memory is the graph's
+            graph.replay()
+
+        return replay

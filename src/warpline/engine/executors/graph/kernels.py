@@ -1,0 +1,99 @@
+"""The kernels executor: a decode step op by op, as the schedule has it; the graph executor replays it as one graph.
+
+Without a GPU the ops' references run in their place: slow, and the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from warpline.engine.executors.base import Executor
+from warpline.engine.executors.graph.bind import PREPARING, bind
+from warpline.engine.executors.graph.prompts import Prompts
+from warpline.engine.executors.graph.schedule import End, Step, buffers, decode_step, end_for, on_memory, order
+from warpline.engine.executors.sampling import note_logprobs
+from warpline.engine.request import Span
+from warpline.engine.slots import Slots
+from warpline.model.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """A decode step on memory."""
+
+    run: Callable[[], object]
+    logits: Tensor
+    steps: list[Step]
+
+
+class KernelsExecutor(Executor):
+    """One launch per op."""
+
+    name = "kernels"
+    prompt_tokens = 16384
+    native = True
+    _overlapping = False
+
+    def __init__(self, weights: Weights, device: torch.device, dtype: str):
+        super().__init__(weights, device, dtype)
+        self.chunk, self.most_steps = (8, 64) if device.type == "cuda" else (1, 1)
+        self.prompts = Prompts(weights)
+        self._weights = weights
+        self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End], BoundStep]] = WeakKeyDictionary()
+        self._last: list[Step] | None = None
+
+    def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
+        self.prompts.run(slots, spans)
+
+    @torch.inference_mode()
+    def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
+        needs, rows = slots.needs(lanes), self._rows(len(lanes))
+        table = slots.crossing.select(lanes, rows)
+        step = self._step(slots, table, end_for(rows, likeliest=needs.likeliest))
+        self._last = step.steps
+        for _ in range(n):
+            self._reached("decode")
+            if needs.logprobs is None:
+                step.run()
+            else:
+                done = slots.done[table[: len(lanes)]]
+                step.run()
+                note_logprobs(slots, lanes, step.logits[: len(lanes)], done)
+
+    @torch.inference_mode()
+    def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
+        """Every op has its own output, so all of them are still there."""
+        named = buffers(self._weights, slots, slots.crossing.select(lanes, len(lanes)))
+        self._prepare(decode_step(self._weights, len(lanes), End.DRAWN), named)()
+        named["logits"] = named["logits"][:, : self.config.vocab_size]
+        return {name: named[name].clone() for name in order(self.config.n_layer)}
+
+    def table(self, phase: str) -> list[Step] | None:
+        """Of the last pass."""
+        return self.prompts.table if phase == "prefill" else self._last
+
+    def _step(self, slots: Slots, table: Tensor, end: End) -> BoundStep:
+        steps = self._bound.setdefault(slots, {})
+        if (found := steps.get((len(table), end))) is None:
+            with PREPARING:
+                named, ops = buffers(self._weights, slots, table), decode_step(self._weights, len(table), end)
+                found = steps[len(table), end] = BoundStep(self._prepare(ops, named), named["logits"], ops)
+        return found
+
+    def _rows(self, lanes: int) -> int:
+        """How many rows a step computes for so many lanes: as many, at least."""
+        return lanes
+
+    def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], object]:
+        launches = bind(on_memory(steps, named), overlapping=self._overlapping)
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run

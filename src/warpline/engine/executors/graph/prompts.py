@@ -1,0 +1,241 @@
+"""Prompts: a library's products where they are many rows, our kernels for the rest, captured as graphs by size.
+
+A pass is over packed rows: the tokens of any number of prompts, or of parts of them, one behind the other. Tables say
+which slot and position each row is, and which rows go on behind the last attention to a first token. It is the blocks
+of `schedule` with FlashAttention that reads what is in the cache already and puts the new keys and values there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpline.config import ACTIVATIONS
+from warpline.engine.executors.graph.bind import PREPARING, bind, captured
+from warpline.engine.executors.graph.schedule import (
+    End,
+    Step,
+    block_parameters,
+    blocks,
+    companions,
+    end_for,
+    ending,
+    head_parameters,
+    of_slots,
+    on_memory,
+    room_for_logits,
+)
+from warpline.engine.executors.sampling import note_logprobs
+from warpline.engine.request import Span
+from warpline.engine.slots import Slots
+from warpline.errors import ConfigError
+from warpline.kernels import launch
+from warpline.kernels.catalog import find
+from warpline.kernels.catalog.prompts import prompt_tiles
+from warpline.model.weights import Weights
+
+Launch = Callable[[], object]
+
+#: Passes have as many rows as the next of these; behind them, four steps to a doubling.
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+#: And as many sequences as the next of these; behind them, multiples of the last.
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+#: Rows, of all passes together, whose memory is kept for the next time: some 20 KB each for gpt2.
+MOST_KEPT = 1 << 16
+#: Launches in a pass's first graph, and how much larger each graph is than the one before. A graph whose kernels
+#: overlap begins when the host has gone through all of them, 1 µs each (H200); meanwhile the one before runs, 4 each.
+FIRST_PART, GROWTH = 8, 4
+
+
+def rounded_rows(rows: int) -> int:
+    """Rows of the pass that runs so many."""
+    if rows <= ROWS[-1]:
+        return ROWS[bisect_left(ROWS, rows)]
+    step = 1 << ((rows - 1).bit_length() - 3)
+    return -(-rows // step) * step
+
+
+def rounded_sequences(count: int) -> int:
+    """Sequences of the pass that runs so many."""
+    return next((n for n in SEQUENCES if n >= count), -(-count // SEQUENCES[-1]) * SEQUENCES[-1])
+
+
+class Prompts:
+    """The passes over prompts, for every executor of ours."""
+
+    def __init__(self, weights: Weights):
+        activation = weights.config.activation_function
+        if ACTIVATIONS[activation] != "gelu_tanh":
+            raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
+        self._weights = weights
+        self._passes: WeakKeyDictionary[Slots, dict[tuple[int, int, End], Pass]] = WeakKeyDictionary()
+        #: Of the last pass, its ops.
+        self.table: list[Step] | None = None
+
+    def run(self, slots: Slots, spans: Sequence[Span]) -> None:
+        """As `Executor._prefill` describes it. Prompts that go on later have no end, and a pass of their own."""
+        for part in ([s for s in spans if not s.lanes], [s for s in spans if s.lanes]):
+            if part:
+                self._run(slots, part)
+
+    def _run(self, slots: Slots, spans: Sequence[Span]) -> None:
+        lanes = [lane for span in spans for lane in span.lanes]
+        rows = rounded_rows(sum(span.end - span.start for span in spans))
+        count, needs = rounded_sequences(max(len(spans), len(lanes))), slots.needs(lanes)
+        end = end_for(count, likeliest=needs.likeliest) if lanes else End.NOTHING
+        found = self._pass(slots, (rows, count, end))
+        found.fill(spans, slots.parking)
+        self.table = found.steps
+        if needs.logprobs is None:
+            found.run()
+            return
+        with torch.inference_mode():
+            done = slots.done[found.lanes[: len(lanes)]]
+            found.run()
+            note_logprobs(slots, lanes, found.logits[: len(lanes)], done)
+
+    def _pass(self, slots: Slots, key: tuple[int, int, End]) -> Pass:
+        passes = self._passes.setdefault(slots, {})
+        found = passes.pop(key, None)
+        if found is None:
+            while passes and sum(rows for rows, *_ in (key, *passes)) > MOST_KEPT:
+                del passes[next(iter(passes))]  # the one not used for longest
+            with PREPARING:
+                found = Pass(self._weights, slots, *key)
+        passes[key] = found  # the last again
+        return found
+
+
+def growing(launches: Sequence[Launch]) -> list[Sequence[Launch]]:
+    """The launches in parts, each some times as long as the one before."""
+    parts, size = [], FIRST_PART
+    while len(launches) > 2 * size:
+        parts.append(launches[:size])
+        launches, size = launches[size:], size * GROWTH
+    return [*parts, launches]
+
+
+class Pass:
+    """A pass over `rows` packed rows of up to `count` sequences, bound to memory."""
+
+    @torch.inference_mode()
+    def __init__(self, weights: Weights, slots: Slots, rows: int, count: int, end: End):
+        config = weights.config
+        self._device = weights.tensors["wte.weight"].device
+        self._queries = _tile_queries(weights, slots, rows)
+        self._tables(rows, count)
+        self.logits = room_for_logits(weights, count)
+        named = _memory(weights, slots, rows) | _last_memory(weights, slots, count) | {"logits": self.logits}
+        named |= {"row_slots": self.row_slots, "row_positions": self.row_positions}
+        named |= {"last": self.last, "lanes": self.lanes, "tiles": self.tiles}
+
+        def attention(layer: int) -> Step:
+            h = f"h.{layer}"
+            inputs = (*(f"{h}.{name}" for name in "qkv"), "tiles", f"{h}.cache_k", f"{h}.cache_v")
+            numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+            return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
+
+        embedded = ("tokens", "row_slots", "row_positions", "wte.weight", "wpe.weight")
+        #: Its ops.
+        self.steps = [
+            Step("prompt_embedding", embedded, ("all.in",)),
+            *blocks(weights, rows, attention, last_rows=0 if end is End.NOTHING else count),
+            *ending(weights, count, end, "last.out"),
+        ]
+        self._launches: list[Launch] = [*bind(on_memory(self.steps, named), overlapping=True)]
+        self._runs = 0
+        self._replays: list[Launch] = []
+
+    def _tables(self, rows: int, count: int) -> None:
+        """What differs from run to run, in one block of memory: one copy brings it all."""
+        self._rows, self._count, self._most_tiles = rows, count, rows // self._queries + count
+        self._words = 2 * (2 * rows + 2 * count) + 8 * self._most_tiles
+        self._block = torch.zeros(self._words, dtype=torch.int32, device=self._device)
+        self.row_slots, self.row_positions, self.last, self.lanes, self.tiles = self._parts(self._block)
+
+    def _parts(self, block: Tensor) -> list[Tensor]:
+        sizes = (self._rows, self._rows, self._count, self._count)
+        *long, tiles = block.split([*(2 * size for size in sizes), 8 * self._most_tiles])
+        return [*(part.view(torch.int64) for part in long), tiles.view(-1, 8)]
+
+    @torch.inference_mode()
+    def fill(self, spans: Sequence[Span], parking: int) -> None:
+        """Say what the next run is over."""
+        block = torch.zeros(self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        row_slots, row_positions, last, lanes, tiles = (part.numpy() for part in self._parts(block))
+        slot, start, end = np.array([span[:3] for span in spans]).T
+        count = end - start
+        behind = count.cumsum()
+        first, rows = behind - count, int(behind[-1])
+        row_slots[:rows], row_slots[rows:] = slot.repeat(count), parking
+        row_positions[:rows] = np.arange(rows) - (first - start).repeat(count)
+        asked = np.array([len(span.lanes) for span in spans])
+        last[: asked.sum()] = (behind - 1).repeat(asked)
+        lanes[: asked.sum()], lanes[asked.sum() :] = [lane for span in spans for lane in span.lanes], parking
+        found = prompt_tiles(np.stack((slot, start, first, count), axis=1), self._queries)
+        tiles[: len(found)] = found
+        self._block.copy_(block, non_blocking=True)
+
+    def run(self) -> None:
+        """Kernel by kernel the first time, captured the second: a size that does not come again should not wait for a
+        capture. A replay needs nothing but to be launched: the GPU waits for the first."""
+        if not self._replays:
+            self._begin()
+        for replay in self._replays:
+            replay()
+
+    @torch.inference_mode()
+    def _begin(self) -> None:
+        self._runs += 1
+        if self._runs == 2 and self._device.type == "cuda":
+            self._replays = [captured(part, self._device).replay for part in growing(self._launches)]
+            return
+        for call in self._launches:
+            call()
+
+
+def _tile_queries(weights: Weights, slots: Slots, rows: int) -> int:
+    """Queries of a block of attention, which its table is made for."""
+    like, config, spec = weights.tensors["wte.weight"], weights.config, find("prompt_attention")
+    if not like.is_cuda:
+        return 64
+    dims = {"rows": rows, "heads": config.n_head, "depth": config.head_size}
+    dims |= {"slots": slots.count + 1, "positions": slots.capacity}
+    return launch.tunables_of(spec, launch.DTYPES[like.dtype], dims, like.device.index)["tile_queries"]
+
+
+def _memory(weights: Weights, slots: Slots, rows: int) -> dict[str, Tensor]:
+    """Memory for every name that a pass mentions; all layers share what lies between."""
+    config, like = weights.config, weights.tensors["wte.weight"]
+
+    def room(columns: int) -> Tensor:
+        return like.new_empty(rows, columns)
+
+    x, middle = (room(config.n_embd) for _ in range(2))
+    qkv, hidden, attention = room(3 * config.n_embd), room(config.inner), room(config.n_embd)
+    by_head = qkv.view(1, rows, 3, config.n_head, config.head_size)
+    q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [1, H, rows, D]
+    heads = attention.view(1, rows, config.n_head, config.head_size)
+    found = {**block_parameters(weights, rows), "all.in": x, "all.attention": attention, "tokens": slots.tokens}
+    beside = companions(weights, {"in": x, "middle": middle})
+    for layer in range(config.n_layer):
+        own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
+        own |= {"hidden": hidden, **beside}
+        own |= {"cache_k": slots.cache.k[layer], "cache_v": slots.cache.v[layer]}
+        found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
+    return found
+
+
+def _last_memory(weights: Weights, slots: Slots, count: int) -> dict[str, Tensor]:
+    """Memory for every name from the last block's attention on, where one row of each sequence is left."""
+    config, like = weights.config, weights.tensors["wte.weight"]
+    names = ("attention", "in", "middle", "out", "out.normal")
+    rows = {f"last.{name}": like.new_empty(count, config.n_embd) for name in names}
+    found = {**block_parameters(weights, count), **head_parameters(weights, count), **of_slots(slots, count)}
+    beside = companions(weights, {name: rows[name] for name in ("last.middle", "last.out")})
+    return found | rows | beside | {"last.hidden": like.new_empty(count, config.inner)}

@@ -1,0 +1,274 @@
+"""A pass as a table: which op of the catalog reads and writes which buffer.
+
+The table can be run kernel by kernel, as a CUDA graph, or, where there is no GPU, by each op's reference in torch, so
+that it is tested on any machine. Buffers go by name; parameters have their checkpoint names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from warpline.engine.executors.graph.bind import Bound, runs_at_once
+from warpline.engine.executors.graph.forms import group_products, padded_head, padding, standard_name
+from warpline.engine.slots import Slots
+from warpline.kernels.catalog import find
+from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
+from warpline.kernels.spec import KernelSpec
+from warpline.model.weights import Weights
+
+#: What `sample` and `append_token` read of slots, in their order; together, what any step needs of them.
+SAMPLED_BY = (
+    "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
+)  # fmt: skip
+ENDED_BY = ("known", "limit", "stops_at_eos", "tokens", "length", "done", "broken")
+STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
+
+
+class Regime(Enum):
+    """How the products of some rows are done."""
+
+    FEW = auto()  # rows stay in registers: LayerNorm, product and residual are one op
+    WHOLE = auto()  # the GPU multiplies all at once: LayerNorm and residual are part of the product
+    MANY = auto()  # products alone, ours or a library's, with LayerNorm and residual between them
+
+
+class End(Enum):
+    """What a pass ends with."""
+
+    NOTHING = auto()  # keys and values are all that is wanted
+    LIKELIEST = auto()  # the likeliest token is appended
+    DRAWN = auto()  # what is drawn as each sequence's sampling parameters have it is appended
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op, and the names of its inputs and outputs."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    layer: int | None = None
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The op's entry in the catalog."""
+        return find(self.op)
+
+
+def regime(weights: Weights, rows: int) -> Regime:
+    """For so many rows of this model on its GPU."""
+    if rows <= MOST_MATVEC_ROWS:
+        return Regime.FEW
+    width, inner, like = weights.config.n_embd, weights.config.inner, weights.tensors["wte.weight"]
+    shapes = {
+        "standard_matmul_bias": (3 * width, width),
+        "standard_matmul_bias_gelu": (inner, width),
+        "group_matmul_bias_residual": (width, inner),
+    }
+    whole = all(
+        runs_at_once(find(op), like, {"rows": rows, "outputs": outputs, "inputs": inputs})
+        for op, (outputs, inputs) in shapes.items()
+    )
+    return Regime.WHOLE if whole else Regime.MANY
+
+
+def end_for(rows: int, *, likeliest: bool) -> End:
+    """How a step of so many sequences ends. Only few rows have a short cut to the likeliest token; beyond that a step
+    is the same whatever the sequences ask for, so that one which joins changes nothing."""
+    return End.LIKELIEST if likeliest and rows <= MOST_MATVEC_ROWS else End.DRAWN
+
+
+class _Blocks:
+    """The ops of blocks over `rows` rows. With x go its LayerNorm, x.normal, or x.statistics, where the product behind
+    it needs them; the op before it leaves them."""
+
+    def __init__(self, weights: Weights, rows: int):
+        self._regime = regime(weights, rows)
+        self._epsilon = {"epsilon": weights.config.layer_norm_epsilon}
+
+    def begin(self, x: str, norm: str, layer: int) -> list[Step]:
+        """What a product leaves with the rows that it writes, for rows that come from elsewhere."""
+        if self._regime is Regime.FEW:
+            return []
+        if self._regime is Regime.WHOLE:
+            return [Step("row_statistics", (x,), (f"{x}.statistics",), layer=layer)]
+        return [Step("layernorm", (x, *_affine(norm)), (f"{x}.normal",), self._epsilon, layer)]
+
+    def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> Step:
+        """LayerNorm and a product of it: one op, or, for many rows, the LayerNorm is there already."""
+        if self._regime is Regime.FEW:
+            op, inputs = f"layernorm_matvec_bias{activation}", (x, *_affine(norm), *_affine(name))
+            return Step(op, inputs, (target,), self._epsilon, layer)
+        if self._regime is Regime.WHOLE:
+            both = standard_name(norm, name)
+            read = (x, f"{x}.statistics", f"{both}.tiles", f"{both}.sums", f"{both}.bias")
+            return Step(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)
+        return Step(f"matmul_bias{activation}", (f"{x}.normal", *_affine(name)), (target,), layer=layer)
+
+    def residual(self, source: str, name: str, residual: str, target: str, norm: str, layer: int) -> list[Step]:
+        """A product and the residual: one op, or, for many rows, a second one does the next LayerNorm as well."""
+        if self._regime is Regime.FEW:
+            return [Step("matvec_bias_residual", (source, *_affine(name), residual), (target,), layer=layer)]
+        if self._regime is Regime.WHOLE:
+            written = (target, f"{target}.statistics")
+            read = (source, f"{name}.tiles", f"{name}.bias", residual)
+            return [Step("group_matmul_bias_residual", read, written, layer=layer)]
+        product, inputs = f"{target}.product", (f"{target}.product", residual, *_affine(norm))
+        return [
+            Step("matmul_bias", (source, *_affine(name)), (product,), layer=layer),
+            Step("residual_layernorm", inputs, (target, f"{target}.normal"), self._epsilon, layer),
+        ]
+
+    def behind_attention(self, place: str, target: str, following: str, layer: int) -> list[Step]:
+        """The rest of a block, from {place}.attention and {place}.in to `target`, whose LayerNorm is `following`."""
+        h = f"h.{layer}"
+        middle, hidden = f"{place}.middle", f"{place}.hidden"
+        return [
+            *self.residual(f"{place}.attention", f"{h}.attn.c_proj", f"{place}.in", middle, f"{h}.ln_2", layer),
+            self.normal(middle, f"{h}.ln_2", f"{h}.mlp.c_fc", hidden, layer, "_gelu"),
+            *self.residual(hidden, f"{h}.mlp.c_proj", middle, target, following, layer),
+        ]
+
+
+def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], last_rows: int | None = None) -> list[Step]:
+    """All blocks of a pass over `rows` rows, from h.0.in to h.{layers}.in, each with `attention(layer)` in it. With
+    `last_rows`, only so many rows are wanted, those in the table `last`: behind the last attention these go on alone,
+    as last.in and last.attention, to last.out. With 0 of them the pass ends there."""
+    ours, last = _Blocks(weights, rows), weights.config.n_layer - 1
+    steps = ours.begin("h.0.in", "h.0.ln_1", 0)
+    for layer in range(last + 1):
+        h = f"h.{layer}"
+        steps += [ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), attention(layer)]
+        if layer == last and last_rows is not None:
+            if last_rows:
+                steps.append(Step("last_rows", ("all.attention", "all.in", "last"), ("last.attention", "last.in")))
+                steps += _Blocks(weights, last_rows).behind_attention("last", "last.out", "ln_f", layer)
+        else:
+            following = f"h.{layer + 1}.ln_1" if layer < last else "ln_f"
+            steps += ours.behind_attention(h, f"h.{layer + 1}.in", following, layer)
+    return steps
+
+
+def block_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
+    """What blocks of `rows` rows may name of them."""
+    return weights.tensors | group_products(weights) if regime(weights, rows) is Regime.WHOLE else weights.tensors
+
+
+def head_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
+    """What the end of a pass may name of them."""
+    return weights.tensors if regime(weights, rows) is Regime.FEW else weights.tensors | padded_head(weights)
+
+
+def _affine(name: str) -> tuple[str, str]:
+    return f"{name}.weight", f"{name}.bias"
+
+
+def decode_step(weights: Weights, rows: int, end: End) -> list[Step]:
+    """A step of `rows` sequences."""
+    config = weights.config
+
+    def attention(layer: int) -> Step:
+        h = f"h.{layer}"
+        inputs = (f"{h}.q", f"{h}.new_k", f"{h}.new_v", f"{h}.k", f"{h}.v", "length", "lanes")
+        numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
+        return Step("append_attention", inputs, (f"{h}.heads",), numbers, layer)
+
+    steps = [Step("newest_embedding", ("tokens", "length", "lanes", "wte.weight", "wpe.weight"), ("h.0.in",))]
+    steps += blocks(weights, rows, attention)
+    return [*steps, *ending(weights, rows, end, f"h.{config.n_layer}.in")]
+
+
+def ending(weights: Weights, rows: int, end: End, last: str) -> list[Step]:
+    """From the last hidden state to what `end` says."""
+    if end is End.NOTHING:
+        return []
+    epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
+    norm, head, normal = _affine("ln_f"), f"{weights.head}.weight", f"{last}.normal"
+    append = Step("append_token", ("token", "logit", "lanes", *ENDED_BY), numbers=eos)
+    kind = regime(weights, rows)
+    if end is End.LIKELIEST and kind is Regime.FEW:
+        return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
+    steps = [] if kind is Regime.MANY else [Step("layernorm", (last, *norm), (normal,), epsilon)]
+    if kind is Regime.FEW:
+        steps.append(Step("matvec", (normal, head), ("logits",)))
+    else:
+        steps.append(Step("matmul_bias", (normal, *_affine("padded_head")), ("logits",)))
+    return [*steps, Step("sample", ("logits", *SAMPLED_BY, "lanes"), ("token", "logit"), eos), append]
+
+
+def room_for_logits(weights: Weights, rows: int) -> Tensor:
+    """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
+    vocab = weights.config.vocab_size
+    return weights.tensors["wte.weight"].new_empty(rows, vocab + (padding(vocab) if rows > MOST_MATVEC_ROWS else 0))
+
+
+def companions(weights: Weights, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Room for what goes with rows of these names, as `_Blocks` has it. Whatever it is, only the next op reads it, so
+    LayerNorms and products have one place for all."""
+    like = next(iter(rows.values()))
+    kind = regime(weights, len(like))
+    if kind is Regime.FEW:
+        return {}
+    if kind is Regime.WHOLE:
+        (statistics,) = find("row_statistics").outputs
+        shape = statistics.shape({"rows": len(like), "columns": like.shape[1]})
+        return {f"{name}.statistics": like.new_empty(shape, dtype=torch.float32) for name in rows}
+    normal, product = torch.empty_like(like), torch.empty_like(like)
+    return {f"{name}.{kind}": x for name in rows for kind, x in (("normal", normal), ("product", product))}
+
+
+def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:
+    """The steps on the buffers of these names."""
+    return [
+        Bound(step.spec, [named[n] for n in step.inputs], [named[n] for n in step.outputs], step.numbers)
+        for step in steps
+    ]
+
+
+def order(layers: int) -> list[str]:
+    """Names of what a step computes and any executor can show, as it comes."""
+    names = ["h.0.in"]
+    for layer in range(layers):
+        h = f"h.{layer}"
+        names += [f"{h}.qkv", f"{h}.attention", f"{h}.middle", f"{h}.hidden", f"h.{layer + 1}.in"]
+    return [*names, "logits"]
+
+
+def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
+    """What a step reads and writes of slots, and the tokens that it chooses."""
+    found: dict[str, Tensor] = {name: getattr(slots, name) for name in STATE}
+    found["token"] = torch.empty(rows, dtype=torch.long, device=slots.device)
+    found["logit"] = torch.empty(rows, device=slots.device)
+    return found
+
+
+def buffers(weights: Weights, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
+    """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
+    config, like, rows = weights.config, weights.tensors["wte.weight"], len(lanes)
+
+    def room(*columns: int) -> Tensor:
+        return like.new_empty(rows, *columns)
+
+    found = {**block_parameters(weights, rows), **head_parameters(weights, rows), **of_slots(slots, rows)}
+    found["lanes"] = lanes
+    heads, depth = config.n_head, config.head_size
+    for layer in range(config.n_layer):
+        h = f"h.{layer}"
+        qkv = room(3 * config.n_embd)
+        q, k, v = qkv.view(rows, 3, heads, 1, depth).unbind(1)
+        attention = room(1, heads, depth)
+        found |= {f"{h}.qkv": qkv, f"{h}.q": q, f"{h}.new_k": k, f"{h}.new_v": v, f"{h}.heads": attention}
+        found |= {f"{h}.k": slots.cache.k[layer], f"{h}.v": slots.cache.v[layer]}
+        found[f"{h}.attention"] = attention.view(rows, config.n_embd)
+        found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
+    last = f"h.{config.n_layer}.in"
+    found |= {last: room(config.n_embd), f"{last}.normal": room(config.n_embd)}
+    found["logits"] = room_for_logits(weights, rows)
+    found |= companions(weights, {name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
+    return found

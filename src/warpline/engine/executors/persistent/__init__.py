@@ -1,0 +1,1 @@
+"""Many tokens in one cooperative launch, with the weights on a tape."""

@@ -1,0 +1,223 @@
+"""The persistent executor: one cooperative launch decodes many tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from warpline.config import DTYPE_BYTES
+from warpline.engine.executors.base import Executor
+from warpline.engine.executors.graph.bind import PREPARING
+from warpline.engine.executors.graph.prompts import Prompts
+from warpline.engine.executors.graph.schedule import STATE, Step
+from warpline.engine.executors.persistent.tape import record
+from warpline.engine.executors.sampling import advance
+from warpline.engine.request import Needs, Span
+from warpline.engine.slots import Slots
+from warpline.errors import ConfigError, DeviceError
+from warpline.kernels import persistent
+from warpline.kernels.compile import Binary, compile_one
+from warpline.kernels.launch import arch_of
+from warpline.kernels.spec import THREADS_PER_WARP
+from warpline.model.weights import Weights
+
+#: One warp brings the newest key, sixteen bytes to a lane.
+MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
+
+
+class PersistentExecutor(Executor):
+    """Weights on a tape. What its launches exchange belongs to the instance, so several may be at work."""
+
+    name = "persistent"
+    chunk, most_steps = 32, 256
+    prompt_tokens = 16384
+    native = True
+
+    def __init__(
+        self,
+        weights: Weights,
+        device: torch.device,
+        dtype: str,
+        *,
+        arch: str | None = None,
+        prompts: Prompts | None = None,
+    ):
+        super().__init__(weights, device, dtype)
+        if device.type != "cuda":
+            raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor cpu here")
+        config = weights.config
+        if config.head_size % 16 or config.inner % 16:
+            raise ConfigError(
+                "the persistent executor needs heads and an MLP whose widths are multiples of 16, "
+                f"not {config.head_size} and {config.inner}: use --executor graph"
+            )
+        if config.head_size * DTYPE_BYTES[dtype] > MOST_HEAD_BYTES:
+            raise ConfigError(
+                f"the persistent executor has heads of up to {MOST_HEAD_BYTES // DTYPE_BYTES[dtype]} in {dtype}, "
+                f"not {config.head_size}: use --executor graph"
+            )
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self.prompts = prompts or Prompts(weights)
+        self._wte, self._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
+        multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
+        extents = persistent.Extents(
+            dtype=dtype,
+            width=config.n_embd,
+            inner=config.inner,
+            heads=config.n_head,
+            layers=config.n_layer,
+            vocab=config.vocab_size,
+            rows=1,
+            blocks=multiprocessors,
+            arch=arch or arch_of(self._index),
+        )
+        units = sum(extents.units(stage) for stage in persistent.STAGES[:-1])
+        self.extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
+        self.most_lanes = self.extents.most_rows
+        self._tapes = record(weights, persistent.plan(self.extents))
+        self._logits: Tensor | None = None
+        self._kernels: dict[persistent.DecodeProgram, persistent.DecodeKernel] = {}
+        self._compiler, self._compiling = ThreadPoolExecutor(1, "warpline-compile"), threading.Lock()
+        self._ahead: dict[persistent.DecodeProgram, Future[Binary[persistent.DecodeProgram]]] = {}
+        self._bound: WeakKeyDictionary[Slots, dict[persistent.DecodeProgram, persistent.Arguments]] = (
+            WeakKeyDictionary()
+        )
+        self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
+        self._stamps: Tensor | None = None
+
+    def prepare(self, slots: Slots, lanes: Sequence[int]) -> None:
+        """Compile and load what decodes these lanes; an error says why this GPU cannot."""
+        self._loaded(self._decoder(len(lanes), slots.needs(lanes)))
+
+    def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:
+        """Begin to compile what decodes these lanes, and what would if one that joins asked for more."""
+        if len(lanes) > self.extents.most_rows:
+            return
+        needed = self._decoder(len(lanes), slots.needs(lanes))
+        with self._compiling:
+            for program in (needed, *(self._program(len(lanes), filters=filters) for filters in (False, True))):
+                if program not in self._ahead:
+                    self._ahead[program] = self._compiler.submit(compile_one, program, self.extents.arch)
+
+    def _loaded(self, program: persistent.DecodeProgram) -> persistent.DecodeKernel:
+        if (found := self._kernels.get(program)) is None:
+            if (ahead := self._ahead.get(program)) is not None:
+                ahead.result()
+            with PREPARING:
+                found = self._kernels[program] = persistent.DecodeKernel(program, self._index)
+        return found
+
+    def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
+        """A launch looks before every token."""
+        return needs.logprobs is None
+
+    def fault(self) -> Exception | None:
+        """A launch that waited in vain."""
+        return DeviceError(
+            f"a launch of the persistent executor made no progress for {self.patience:g} s and ended itself: "
+            "the GPU may be busy with something else; try again, or use --executor graph"
+        )
+
+    def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
+        self.prompts.run(slots, spans)
+
+    def table(self, phase: str) -> list[Step] | None:
+        """Of prompts; a decode launch is one kernel."""
+        return self.prompts.table if phase == "prefill" else None
+
+    def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
+        """In one launch, unless the logarithms of probabilities are asked for."""
+        needs = slots.needs(lanes)
+        program = self._decoder(len(lanes), needs)
+        if needs.logprobs is None:
+            self._reached("decode")
+            self._launch(slots, lanes, n, program)
+            return
+        for _ in range(n):
+            self._reached("decode")
+            with torch.inference_mode():
+                advance(slots, lanes, self._launch(slots, lanes, 1, program))
+
+    def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
+        """From a launch that keeps what its blocks exchange."""
+        program = self._program(len(lanes), logits=True, observed=True, splits=1)
+        logits = self._launch(slots, lanes, 1, program)
+        torch.cuda.synchronize(self.device)
+        if slots.fault.item():
+            slots.fault.zero_()
+            raise self.fault() or AssertionError
+        exchanged = self._loaded(program).exchanged()
+        seen = {name: values[: len(lanes)].clone() for name, values in exchanged.items()}
+        seen["logits"] = logits.clone()
+        with torch.inference_mode():
+            advance(slots, lanes, logits)
+        return seen
+
+    @contextmanager
+    def stamped(self, tokens: int) -> Iterator[Tensor]:
+        """While this is open, launches write their blocks' clocks at the end of every stage of so many tokens: int64
+        [block, stamp]."""
+        before, stages = self.extents, len(persistent.LAYER_STAMPS) * self.config.n_layer + len(persistent.TOKEN_STAMPS)
+        self.extents = replace(before, stamped_tokens=tokens)
+        self._stamps = torch.zeros(before.blocks, tokens * stages, dtype=torch.int64, device=self.device)
+        try:
+            yield self._stamps
+        finally:
+            self.extents, self._stamps = before, None
+
+    def _decoder(self, lanes: int, needs: Needs) -> persistent.DecodeProgram:
+        """The program that decodes so many lanes with such needs."""
+        if needs.logprobs is not None:
+            return self._program(lanes, logits=True)
+        return self._program(lanes, filters=needs.filters)
+
+    def _program(self, lanes: int, **options: Any) -> persistent.DecodeProgram:
+        return persistent.DecodeProgram(replace(self.extents, rows=1 << (lanes - 1).bit_length(), **options))
+
+    @torch.inference_mode()
+    def _launch(self, slots: Slots, lanes: Sequence[int], n: int, program: persistent.DecodeProgram) -> Tensor:
+        """What does not change from launch to launch is put together once: the GPU may be waiting."""
+        if self._logits is None or len(self._logits) < program.extents.rows:
+            self._logits = torch.empty(program.extents.rows, self.config.vocab_size, device=self.device)
+        kernel, bound = self._loaded(program), self._bound.setdefault(slots, {})
+        table = slots.crossing.select(lanes, len(lanes))
+        if (arguments := bound.get(program)) is None:
+            tensors = self._tensors(slots) | {"lanes": table}
+            arguments = bound[program] = kernel.arguments(tensors, self._numbers(slots))
+        arguments.batch, arguments.logits, arguments.patience = (
+            len(lanes),
+            self._logits.data_ptr(),
+            int(self.patience * 1e9),
+        )
+        if self._stamps is not None:
+            arguments.stamps = self._stamps.data_ptr()
+        kernel.launch(n, arguments)
+        return self._logits[: len(lanes)]
+
+    def _tensors(self, slots: Slots) -> dict[str, Tensor]:
+        """Memory that a launch reads and writes, and that stays where it is."""
+        tapes, cache = self._tapes, slots.cache
+        shared = {"wte": self._wte, "wpe": self._wpe, "fault": slots.fault, "k": cache.k, "v": cache.v}
+        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines")}
+        return shared | {name: getattr(slots, name) for name in STATE}
+
+    def _numbers(self, slots: Slots) -> dict[str, float | int]:
+        config = self.config
+        return {
+            "batch": 1,
+            "cache_rows": slots.count + 1,
+            "capacity": slots.capacity,
+            "window": config.window or 0,
+            "eos": config.eos_number,
+            "epsilon": config.layer_norm_epsilon,
+            "scale": config.attention_scale(0),
+            "scale_by_layer": int(config.scale_attn_by_inverse_layer_idx),
+        }

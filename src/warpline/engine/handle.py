@@ -1,0 +1,150 @@
+"""A request on its way, as its caller sees it: tokens and text as they come, the result, and a way to call it off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from warpline.engine.engine import Engine, Job
+from warpline.engine.text import Completion, Text
+from warpline.errors import ConfigError
+
+#: Seconds that the thread which serves handles waits for more work before it ends.
+PATIENCE = 1.0
+
+
+class Handle:
+    """What `LLM.submit` returns. Iterate over it, with `for` or `async for`, for pieces of text; `result` is the whole.
+
+    The engine's own thread works on it whether or not somebody waits.
+    """
+
+    def __init__(self, engine: Engine, job: Job, text: Text, complete: Callable[[Job], Completion]):
+        self._engine, self._stream, self._text, self._complete = engine, job, text, complete
+        self._completion: Completion | None = None
+        self._arrived = threading.Condition()
+        self._listeners: list[Callable[[], object]] = []
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens so far."""
+        return tuple(self._stream.tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more comes."""
+        return self._stream.finished
+
+    def cancel(self) -> None:
+        """Call it off. Its slot is free within a turn; what has come so far stays, with "cancelled" for a reason."""
+        self._engine.cancel([self._stream])
+        self.told()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the whole."""
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: self._stream.finished, timeout):
+                raise TimeoutError(f"no result within {timeout:g} s")
+        return self._made()
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text as they come."""
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(self._has_news)
+            ended, piece = self._piece()
+            if piece:
+                yield piece
+            if ended:
+                return
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """The same without blocking the event loop."""
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(arrived.set)
+
+        self._listeners.append(wake)
+        try:
+            while True:
+                arrived.clear()
+                ended, piece = self._piece()
+                if piece:
+                    yield piece
+                if ended:
+                    return
+                if not self._has_news():
+                    await arrived.wait()
+        finally:
+            self._listeners.remove(wake)
+            if not self._stream.finished:  # the reader has gone
+                self.cancel()
+
+    def told(self) -> None:
+        """Something has come; called by the engine."""
+        with self._arrived:
+            self._arrived.notify_all()
+        for listener in list(self._listeners):
+            listener()
+
+    def _has_news(self) -> bool:
+        return self._stream.finished or self._text.has_more
+
+    def _piece(self) -> tuple[bool, str]:
+        """Whether nothing more comes, asked first, and the text that is there."""
+        ended = self._stream.finished
+        if ended:
+            self._made()
+        return ended, self._text.release(ended=ended)
+
+    def _made(self) -> Completion:
+        if self._stream.error is not None:
+            raise self._stream.error
+        if self._completion is None:
+            self._completion = self._complete(self._stream)
+        return self._completion
+
+
+class Worker:
+    """A thread that drives an engine while handles are unfinished, and ends when there has been nothing to do for a
+    while; the next handle starts another."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._lock, self._work = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def wake(self) -> None:
+        """There is something to do."""
+        with self._lock:
+            if self._closed:
+                raise ConfigError("this LLM is closed: make a new one")
+            self._work.set()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="warpline-engine", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Let the thread end when what it is doing is done."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+            self._work.set()
+        if thread is not None:
+            thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.clear()
+            with contextlib.suppress(Exception):  # every sequence that was lost has the error, and raises it
+                self._engine.run(lambda: self._engine.idle)
+            if not self._engine.idle:
+                continue
+            self._work.wait(PATIENCE)
+            with self._lock:
+                if self._closed or not self._work.is_set():
+                    self._thread = None
+                    return

@@ -1,0 +1,350 @@
+"""`LLM`: a model, its tokenizer and an engine behind `generate`, `stream`, `submit` and `score`."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from warpline import hardware
+from warpline.config import EngineConfig, ModelConfig, SamplingParams
+from warpline.engine import executors
+from warpline.engine.check.score import Score
+from warpline.engine.engine import Engine, Job
+from warpline.engine.handle import Handle, Worker
+from warpline.engine.prefix import share_prefixes
+from warpline.engine.request import Request
+from warpline.engine.text import Completion, Text, Timings, TokenLogprob
+from warpline.errors import ConfigError, DeviceError, one_of
+from warpline.model import cost, weights
+from warpline.model.builtin import DEFAULT
+from warpline.model.tokenizer import END_OF_TEXT
+from warpline.model.weights import Weights, explained_memory
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+#: Sequences at once where `max_batch` is not given: at most so many, in at most this share of the free memory.
+MOST_SLOTS = {"cuda": 256, "cpu": 32}
+SHARE_OF_MEMORY = {"cuda": 0.5, "cpu": 0.25}
+
+
+def default_slots(config: ModelConfig, dtype: str, device: str) -> int:
+    """Sequences whose KV cache fits into a share of the memory that is free now."""
+    kind = device.partition(":")[0]
+    free = hardware.free_bytes(device)
+    each = config.n_positions * cost.kv_bytes_per_position(config, dtype)
+    fits = MOST_SLOTS[kind] if free is None else int(SHARE_OF_MEMORY[kind] * free) // each - 1  # one is for parking
+    return max(1, min(MOST_SLOTS[kind], fits))
+
+
+class LLM:
+    """A GPT-2 ready to write. Any number of threads may call it: they share one running batch.
+
+    `model` is anything `warpline.model.weights.load` knows: "stories", "random:gpt2", a folder, a .safetensors file,
+    a hub id. The keywords are those of `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        executor: str = "auto",
+        window: int | None = None,
+        max_batch: int | None = None,
+        threads: int | None = None,
+    ):
+        asked = EngineConfig(
+            device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads
+        )
+        one_of(asked.executor, executors.EXECUTORS, "executor")
+        torch_device = torch.device(_torch_device(asked.device))
+        if asked.threads is not None:
+            torch.set_num_threads(asked.threads)
+        config = weights.read_config(model)
+        found = _dtype(asked.dtype, hardware.describe(str(torch_device)), weights.stored_dtype(model))
+        chosen = executors.choose(asked.executor, torch_device, config, found)
+        executors.begin(chosen, config, torch_device, found)
+        loaded = weights.load(model, dtype=found, device=str(torch_device))
+        self._assemble(model, loaded, torch_device, found, chosen, asked)
+
+    @classmethod
+    def of(
+        cls,
+        loaded: Weights,
+        device: torch.device,
+        dtype: str,
+        *,
+        executor: str = "auto",
+        max_batch: int | None = None,
+        window: int | None = None,
+    ) -> LLM:
+        """One over weights that are loaded already."""
+        made = cls.__new__(cls)
+        chosen = executors.choose(executor, device, loaded.config, dtype)
+        made._assemble(loaded.name, loaded, device, dtype, chosen, EngineConfig(max_batch=max_batch, window=window))
+        return made
+
+    def _assemble(
+        self, model: str, loaded: Weights, device: torch.device, dtype: str, executor: str, asked: EngineConfig
+    ) -> None:
+        self.model, self.dtype, self.device = model, dtype, hardware.describe(str(device))
+        if asked.window is not None:
+            loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
+        with explained_memory(f"running {model} as {dtype}"):
+            self.executor = executors.create(executor, loaded, device, dtype)
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer()
+        count = asked.max_batch or default_slots(self.config, dtype, str(device))
+        self.engine = Engine(
+            self.executor, count, self.config.n_positions + 1, model=model
+        )  # one token needs no position
+        self.max_batch = self.engine.count
+        self._worker = Worker(self.engine)
+
+    def close(self) -> None:
+        """Give the memory back; what is under way is finished first."""
+        self._worker.close()
+        self.engine.close()
+
+    # --- generating ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete one or many prompts (texts or token ids): n completions for each, in the order of the prompts."""
+        many = _as_list(prompts)
+        if not many:
+            raise ConfigError("there is no prompt: give at least one")
+        timings = Timings(self.config, self.dtype)
+        pairs = self._requests(many, _spread(params, len(many)))
+        jobs = [Job(request, timings=timings) for _, request in pairs]
+        texts = [self._watch(job) if job.request.params.stops else None for job in jobs]
+        if len(jobs) > 1:
+            share_prefixes(jobs)
+        self._run(jobs)
+        found = zip(jobs, pairs, texts, strict=True)
+        return [self._complete(job, given, text) for job, (given, _), text in found]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt; iterate over the result for pieces of text as they come."""
+        return Stream(self, *self._followed(prompt, params))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+        """Begin to complete one prompt and return at once."""
+        job, text, given = self._followed(prompt, params)
+        handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text))
+        job.notify = handle.told
+        self.engine.submit([job])
+        self._worker.wake()
+        return handle
+
+    def score(self, texts: list[str]) -> Score:
+        """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
+
+        The tokens go through the executor's own decode steps, so this measures what generates.
+        """
+        (end,) = self.tokenizer.encode(END_OF_TEXT, special=True)
+        params = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
+        jobs = []
+        for ids in self.tokenizer.encode_many(texts):
+            if len(ids) + 2 > self.config.n_positions:
+                most = self.config.n_positions - 2
+                raise ConfigError(f"a text has {len(ids):,} tokens, but at most {most:,} can be scored: split it")
+            jobs.append(Job(Request([end], params, 0, 0, len(ids) + 2, forced=[*ids, end])))
+        self._run(jobs)
+        scored = [value for job in jobs for value, _, _ in job.logprobs]
+        return Score(-sum(scored), len(scored), sum(map(len, texts)))
+
+    def _run(self, jobs: list[Job]) -> None:
+        """Drive the engine until these are finished."""
+        self.engine.submit(jobs)
+        waiting = list(jobs)
+
+        def done() -> bool:
+            while waiting and waiting[-1].finished:
+                waiting.pop()
+            return not waiting
+
+        try:
+            self.engine.run(done)
+        except BaseException:
+            self.engine.cancel(jobs)
+            raise
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+
+    def _followed(self, prompt: Prompt, params: SamplingParams | None) -> tuple[Job, Text, str | None]:
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ConfigError("this gives one completion: use generate for n > 1")
+        ((given, request),) = self._requests([prompt], [params])
+        job = Job(request, followed=True, timings=Timings(self.config, self.dtype))
+        return job, self._watch(job), given
+
+    def _watch(self, job: Job) -> Text:
+        """Have its text made as its tokens come."""
+        params = job.request.params
+        text = Text(self.tokenizer, params.stops, params.min_tokens)
+        eos = None if params.ignore_eos else self.config.eos_token_id
+
+        def receive(tokens: list[int]) -> int | None:
+            return text.extend(tokens[:-1] if tokens[-1] == eos else tokens)
+
+        job.receive, job.followed = receive, True
+        return text
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _requests(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[tuple[str | None, Request]]:
+        """A request for each completion, with its prompt's text if it was one. All are right, or none is made."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer.encode_many(texts, special=True) if len(texts) > 1 else map(self._encode, texts))
+        found: list[tuple[str | None, Request]] = []
+        short: list[tuple[int, int]] = []
+        for prompt, its in zip(prompts, params, strict=True):
+            given = prompt if isinstance(prompt, str) else None
+            ids = self._checked(next(encoded) if isinstance(prompt, str) else prompt)
+            limit = len(ids) + its.max_tokens
+            if limit > max(self.config.n_positions, len(ids) + 1):
+                limit = max(self.config.n_positions, len(ids) + 1)
+                short.append((limit - len(ids), its.max_tokens))
+            seed = secrets.randbits(32) if its.seed is None else its.seed
+            found += [(given, Request(ids, its, seed, sample, limit)) for sample in range(its.n)]
+        if short:
+            self._warn(short)
+        return found
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, special=True)
+
+    def _warn(self, short: list[tuple[int, int]]) -> None:
+        """Of prompts that leave less room than was asked for, in one line."""
+        room, asked = min(short)
+        which = f"of {len(short):,} prompts " if len(short) > 1 else ""
+        logger.warning(
+            "the model's context is %s tokens: %sat most %s of the %s asked for will be generated",
+            f"{self.config.n_positions:,}", which, f"{room:,}", f"{asked:,}",
+        )  # fmt: skip
+
+    def _checked(self, prompt: Sequence[int]) -> np.ndarray:
+        context, vocab = self.config.n_positions, self.config.vocab_size
+        ids = np.asarray(prompt)
+        if not ids.size:
+            raise ConfigError("the prompt is empty: give a text; <|endoftext|> starts from nothing")
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise ConfigError(f"a prompt is a text or a list of token ids, not {str(prompt)[:40]}")
+        ids = ids.astype(np.int64, copy=False)
+        if ids.min() < 0 or ids.max() >= vocab:
+            bad = next(i for i in ids.tolist() if not 0 <= i < vocab)
+            raise ConfigError(f"token id {bad} is outside the model's vocabulary of {vocab:,}")
+        if len(ids) > context:
+            raise ConfigError(f"the prompt has {len(ids):,} tokens, but the model's context is {context:,}: shorten it")
+        return ids
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _complete(self, job: Job, given: str | None, text: Text | None) -> Completion:
+        params, request = job.request.params, job.request
+        eos = None if params.ignore_eos else self.config.eos_token_id
+        assert job.finish_reason is not None
+        assert job.timings is not None
+        if text is not None and not text.cut:
+            text.finish()
+        return Completion(
+            token_ids=tuple(job.tokens),
+            finish_reason=job.finish_reason,
+            logprobs=None if params.logprobs is None else tuple(self._logprobs(job, params.logprobs)),
+            seed=request.seed,
+            index=request.sample,
+            timings=job.timings,
+            given=given,
+            given_ids=cast(np.ndarray, request.prompt),
+            made=None if text is None else text.text,
+            ended=bool(job.tokens) and job.tokens[-1] == eos,
+            tokenizer=self.tokenizer,
+        )
+
+    @staticmethod
+    def _logprobs(job: Job, count: int) -> Iterator[TokenLogprob]:
+        for token, (logprob, values, tokens) in zip(job.tokens, job.logprobs, strict=True):
+            top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
+            yield TokenLogprob(token_id=token, logprob=logprob, top=tuple(top))
+
+
+class Stream:
+    """Pieces of text while they are written; `completion` holds the whole once it is finished."""
+
+    def __init__(self, llm: LLM, job: Job, text: Text, given: str | None):
+        self.completion: Completion | None = None
+        self._pieces = self._run(llm, job, text, given)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop early."""
+        self._pieces.close()
+
+    def _run(self, llm: LLM, job: Job, text: Text, given: str | None) -> Generator[str, None, None]:
+        llm.engine.submit([job])
+        try:
+            while not job.finished:
+                llm.engine.run(_changes(job, text))
+                if job.error is not None:
+                    raise job.error
+                if not job.finished and (piece := text.release(ended=False)):
+                    yield piece
+            self.completion = llm._complete(job, given, text)
+            if piece := text.release(ended=True):
+                yield piece
+        finally:
+            llm.engine.cancel([job])  # one that is dropped leaves nothing
+
+
+def _changes(job: Job, text: Text) -> Callable[[], bool]:
+    return lambda: job.finished or text.has_more
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ConfigError(f"{count} prompts came with {len(params)} SamplingParams: give one, or one for each")
+    return list(params)
+
+
+def _torch_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(asked: str, device: hardware.Device, stored: str | None) -> str:
+    if asked == "auto":
+        return "fp16" if device.kind == "cuda" else stored or "fp32"
+    if not device.supports(asked):
+        raise DeviceError(
+            f"{device.name} ({device.arch}) cannot compute in {asked}, which needs sm_80: use fp16 or fp32"
+        )
+    return asked

@@ -1,0 +1,89 @@
+"""What is asked of the engine: a sequence, the parts of its prompt, and what its sampling needs. No torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from warpline.config import SamplingParams
+
+
+class Request(NamedTuple):
+    """One sequence to be generated."""
+
+    prompt: Sequence[int] | np.ndarray
+    params: SamplingParams
+    seed: int
+    sample: int  # which of the n completions of the prompt
+    limit: int  # length at which it ends, prompt included
+    forced: Sequence[int] = ()  # tokens to take instead of drawing, for scoring a given text
+
+    @property
+    def stream(self) -> int:
+        """Which random numbers it draws: seeds, prompts and samples that differ draw independently."""
+        content = np.array([self.seed, self.sample], np.uint64).tobytes() + np.asarray(self.prompt, np.int64).tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+class Span(NamedTuple):
+    """A part of a prompt to run: positions start … end - 1 of a slot, behind what its cache holds already."""
+
+    slot: int
+    start: int
+    end: int
+    #: Slots whose first token follows from the last position: the slot itself, further completions of the same prompt,
+    #: or none if more of the prompt is to come.
+    lanes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which sampling stages some sequences use; known on the host, so that unused ones cost nothing."""
+
+    penalty: bool = False
+    min_length: bool = False
+    random: bool = False
+    candidates: int = 0  # how many of the likeliest tokens top-k and top-p may have to look at; 0 if neither is used
+    min_p: bool = False
+    logprobs: int | None = None
+
+    @property
+    def likeliest(self) -> bool:
+        """Whether every sequence takes its likeliest token, whatever came before."""
+        return not (self.penalty or self.random or self.min_length or self.logprobs is not None)
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are cut or penalised before the draw."""
+        return self.penalty or self.candidates > 0 or self.min_p
+
+    def __or__(self, other: Needs) -> Needs:
+        tops = [n.logprobs for n in (self, other) if n.logprobs is not None]
+        return Needs(
+            self.penalty or other.penalty,
+            self.min_length or other.min_length,
+            self.random or other.random,
+            max(self.candidates, other.candidates),
+            self.min_p or other.min_p,
+            max(tops) if tops else None,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def needs_of(params: SamplingParams, vocab: int) -> Needs:
+    """What a sequence with these settings uses."""
+    drawn = params.temperature > 0
+    cut = drawn and (params.top_k or params.top_p < 1)
+    return Needs(
+        penalty=params.repetition_penalty != 1,
+        min_length=params.min_tokens > 0,
+        random=drawn,
+        candidates=min(params.top_k or vocab, vocab) if cut else 0,
+        min_p=drawn and params.min_p > 0,
+        logprobs=params.logprobs,
+    )

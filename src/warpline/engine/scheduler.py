@@ -1,0 +1,181 @@
+"""Which sequences run next, which prompts are run for it, and for how many steps. Knows no torch and no device.
+
+A slot has room for prompt and limit of whatever is admitted, so nothing that runs is ever put aside again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from warpline.engine.request import Request, Span
+
+#: Steps of a launch while something waits for a slot, or for its prompt to be run.
+STEPS_WHILE_WAITING = 16
+#: Steps of a launch that serves a stream, from its first on.
+STREAM_STEPS = (4, 8, 16, 32)
+
+
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """Tokens with which several prompts begin; run once, then copied from slot to slot."""
+
+    length: int
+    whole: bool  # whether they are all of the prompts but the last token, which is the same too
+    holders: list[Sequence] = field(default_factory=list)  # that run and have them in their cache
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request on its way: what the host knows of it."""
+
+    request: Request
+    prefix: Prefix | None = None
+    followed: bool = False  # whether its tokens are wanted as they come
+    slot: int = -1  # where it runs
+    filled: int = 0  # positions of its prompt that are in the cache, or will be by the time anything reads them
+    length: int = 0  # prompt and tokens that the device is known to have
+    chunks: int = 0  # launches that it was part of
+    ended: bool = False  # no more launches: it is done, was stopped or cancelled
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        return self.request.limit - max(self.length, self.prompt)
+
+
+#: A sequence, and the positions of its prompt from where to where.
+Part = tuple[Sequence, int, int]
+
+
+@dataclass(slots=True)
+class Copy:
+    """Positions 0 … length - 1 of a slot's cache that others need as well."""
+
+    source: Sequence
+    targets: list[Sequence]
+    length: int
+
+
+@dataclass(slots=True)
+class Turn:
+    """What is launched together: admit; run the first spans, copy, run the second; then decode."""
+
+    admitted: list[Sequence] = field(default_factory=list)
+    first: list[Part] = field(default_factory=list)  # sequence, start, end
+    copies: list[Copy] = field(default_factory=list)
+    second: list[Part] = field(default_factory=list)
+    twins: dict[int, list[Sequence]] = field(default_factory=dict)  # by id: those with the same prompt to the end
+    running: list[Sequence] = field(default_factory=list)  # those that decode
+    steps: int = 0
+
+    def spans(self, parts: list[Part]) -> list[Span]:
+        """For the executor, once everything has a slot."""
+        return [
+            Span(s.slot, start, end, () if end < s.prompt else (s.slot, *(t.slot for t in self.twins.get(id(s), ()))))
+            for s, start, end in parts
+        ]
+
+    @property
+    def reported(self) -> list[Sequence]:
+        """Those that get tokens: what decodes, and what ends with its first token."""
+        ends = [s for s, _, end in (*self.first, *self.second) if end == s.prompt]
+        ends += [t for twins in self.twins.values() for t in twins]
+        return list(dict.fromkeys([*self.running, *ends]))
+
+
+class Scheduler:
+    """Waiting, running, and what to do next."""
+
+    def __init__(self, slots: int, *, prompt_tokens: int, chunk: int, most_steps: int):
+        self.slots, self.prompt_tokens, self.chunk, self.most_steps = slots, prompt_tokens, chunk, most_steps
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """They wait for slots, in this order."""
+        self.waiting.extend(sequences)
+
+    def sweep(self) -> list[Sequence]:
+        """Forget what has ended; what had a slot comes back, to be released."""
+        if any(s.ended for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if not s.ended)
+        gone = [s for s in self.running if s.ended]
+        if gone:
+            self.running = [s for s in self.running if not s.ended]
+        for sequence in gone:
+            if sequence.prefix is not None and sequence in sequence.prefix.holders:
+                sequence.prefix.holders.remove(sequence)
+        return gone
+
+    def plan(self, wasteful: Callable[[list[Sequence]], bool]) -> Turn | None:
+        """The next turn, of what has been swept; None if there is nothing to do. `wasteful` says whether some of these
+        sequences may end without the launch noticing, so that steps would be taken for nothing."""
+        turn, budget = Turn(), self.prompt_tokens
+        for sequence in self.running:
+            if sequence.filled < sequence.prompt and budget > 0:
+                budget -= self._run_prompt(turn.first, sequence, budget)
+        while self.waiting and len(self.running) < self.slots and budget > 0:
+            rows = self._admit(turn, self.waiting[0], budget)
+            if rows is None:
+                break
+            budget -= rows
+            self.running.append(self.waiting.popleft())
+        turn.running = [s for s in self.running if s.filled == s.prompt and s.left > (s.length == 0)]
+        if turn.running:
+            turn.steps = self._steps(turn.running, wasteful)
+        for sequence in turn.reported:
+            sequence.chunks += 1
+        return turn if turn.admitted or turn.first or turn.second or turn.running else None
+
+    def _admit(self, turn: Turn, sequence: Sequence, budget: int) -> int | None:
+        """Rows that it adds to the turn; None if it has to wait for another to have run their prefix."""
+        prefix, target = sequence.prefix, turn.first
+        if prefix is not None and prefix.holders:
+            holder = prefix.holders[0]
+            if prefix.whole and any(holder is s and end == s.prompt for s, _, end in turn.first):
+                turn.twins.setdefault(id(holder), []).append(sequence)
+                turn.admitted.append(sequence)
+                self._copied(turn, holder, sequence, sequence.prompt)
+                return 0
+            if holder.filled < prefix.length:
+                return None
+            self._copied(turn, holder, sequence, prefix.length)
+            target = turn.second
+        turn.admitted.append(sequence)
+        if prefix is not None:
+            prefix.holders.append(sequence)
+        return self._run_prompt(target, sequence, budget)
+
+    @staticmethod
+    def _copied(turn: Turn, source: Sequence, target: Sequence, length: int) -> None:
+        target.filled = length
+        for copy in turn.copies:
+            if copy.source is source and copy.length == length:
+                copy.targets.append(target)
+                return
+        turn.copies.append(Copy(source, [target], length))
+
+    @staticmethod
+    def _run_prompt(spans: list[Part], sequence: Sequence, budget: int) -> int:
+        rows = min(budget, sequence.prompt - sequence.filled)
+        spans.append((sequence, sequence.filled, sequence.filled + rows))
+        sequence.filled += rows
+        return rows
+
+    def _steps(self, running: list[Sequence], wasteful: Callable[[list[Sequence]], bool]) -> int:
+        """Few while something waits or is followed; else as many as the first to end has left, if none is wasted."""
+        left = [s.left - (s.length == 0) for s in running]
+        if self.waiting or any(s.filled < s.prompt for s in self.running):
+            return min(STEPS_WHILE_WAITING, self.most_steps, max(left))
+        followed = [s.chunks for s in running if s.followed]
+        if followed:
+            return min(STREAM_STEPS[min(min(followed), len(STREAM_STEPS) - 1)], self.chunk, max(left))
+        most = self.chunk if wasteful(running) else self.most_steps
+        return min(most, max(left), max(min(left), STEPS_WHILE_WAITING))

@@ -1,0 +1,159 @@
+"""From token ids to text: chunk by chunk where somebody reads along or a stop text may come, else all at once, and
+`Completion`, the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from warpline.config import ModelConfig
+from warpline.model import cost
+from warpline.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token's log-probability under the model, and the likeliest tokens at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Timings:
+    """What a call took; shared by all of its completions. Counts launches that served it, other calls' sequences in
+    them included."""
+
+    config: ModelConfig
+    dtype: str
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    #: Steps after the first token.
+    decode_steps: int = 0
+    #: Of launches the sequences' lengths before them, and how many steps they took.
+    moved: list[tuple[list[int], int]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Prompt to last token."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def decode_bytes(self) -> int:
+        """Bytes of weights and KV cache that the steps had to move."""
+        return sum(cost.decode_bytes(self.config, self.dtype, lengths=a, steps=n) for a, n in self.moved)
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Bandwidth of the decode steps; None if there were none."""
+        return self.decode_bytes / self.decode_seconds / 1e9 if self.decode_seconds else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One generated text. What takes time to make is made when it is asked for."""
+
+    token_ids: tuple[int, ...]
+    #: "stop" (end of text or a stop text) or "length".
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    seed: int
+    #: Which of the prompt's n completions this is.
+    index: int
+    timings: Timings
+    given: str | None = field(repr=False)  # the prompt as it was given, a text or ids
+    given_ids: np.ndarray = field(repr=False)
+    made: str | None = field(repr=False)  # the text, if it was needed on the way
+    ended: bool = field(repr=False)  # whether the last token is the end of text
+    tokenizer: Tokenizer = field(repr=False)
+
+    @cached_property
+    def text(self) -> str:
+        """What was generated."""
+        if self.made is not None:
+            return self.made
+        return self.tokenizer.decode(self.token_ids[:-1] if self.ended else self.token_ids)
+
+    @cached_property
+    def prompt(self) -> str:
+        """The prompt's text."""
+        return self.tokenizer.decode(self.given_ids.tolist(), special=True) if self.given is None else self.given
+
+    @cached_property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return tuple(self.given_ids.tolist())
+
+
+class Text:
+    """The text of a sequence while it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int):
+        self.text = ""
+        self._tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
+        self._decoder = tokenizer.stream()
+        self._ids: list[int] = []
+        self._searchable = 0  # a stop text counts from this character on: what came before min_tokens is safe
+        self._released = 0  # characters already handed out
+        self._longest = max(map(len, stops), default=0)
+        self.cut = False  # whether a stop text has ended it
+
+    def extend(self, ids: Sequence[int]) -> int | None:
+        """Take in the next tokens. If a stop text is among them, the text ends before it, and the number of tokens up
+        to the one that completed it comes back."""
+        if not self._stops:
+            self.text += self._decoder.extend(ids)
+            return None
+        safe = max(0, min(len(ids), self._min_tokens - 1 - len(self._ids)))
+        if safe:
+            self.text += self._decoder.extend(ids[:safe])
+            self._searchable = len(self.text)
+        begin = max(self._searchable, len(self.text) - self._longest + 1)
+        self.text += self._decoder.extend(ids[safe:])
+        self._ids += ids
+        if any(self.text.find(stop, begin) >= 0 for stop in self._stops):
+            return self._cut()
+        return None
+
+    def _cut(self) -> int:
+        """Token by token from the beginning, to see with which the stop text was there."""
+        decoder, text = self._tokenizer.stream(), ""
+        for count, token in enumerate(self._ids, 1):
+            text += decoder.push(token)
+            if count >= self._min_tokens:
+                found = [place for stop in self._stops if (place := text.find(stop, self._searchable)) >= 0]
+                if found:
+                    self.text, self.cut = text[: min(found)], True
+                    return count
+        raise AssertionError("a stop text that was found is gone")
+
+    def finish(self) -> None:
+        """No more tokens come: an unfinished character becomes U+FFFD."""
+        self.text += self._decoder.flush()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is text that was not handed out."""
+        return self._clear_end() > self._released
+
+    def _clear_end(self) -> int:
+        return len(self.text) - max((_overlap(self.text, stop) for stop in self._stops), default=0)
+
+    def release(self, *, ended: bool) -> str:
+        """Text not handed out before; a tail that may become a stop text is kept back until it is clear."""
+        end = len(self.text) if ended else self._clear_end()
+        piece = self.text[self._released : end]
+        self._released = max(self._released, end)
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` could begin."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,160 @@
+"""Attention of prompts: packed rows of many sequences in one launch, behind what their caches hold already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warpline.kernels.arguments import Dims, Scalar, Values, reads, updates, views, writes
+from warpline.kernels.catalog.attention import FLASH_TUNABLES, flash_allows, flash_defaults, flash_launch
+from warpline.kernels.spec import KernelSpec, Tunables
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+#: Numbers of an entry of the table that a launch goes through; the last three are 0.
+ENTRY = 8
+
+
+def prompt_tiles(spans: np.ndarray, tile_queries: int) -> np.ndarray:
+    """The table, int32 [tiles, 8], of `spans` [n, 4], the new tokens of n slots: (slot, start, row, count) of each, so
+    many tokens at the positions of `slot` from `start` on, in packed rows from `row` on. An entry is (slot, start, row,
+    first, count, 0, 0, 0), for `tile_queries` of them from `first` on. What sees the most keys takes the longest and
+    comes first."""
+    import numpy as np
+
+    slot, start, row, count = np.asarray(spans, np.int64).reshape(-1, 4).T
+    tiles = -(-count // tile_queries)
+    lane = np.repeat(np.arange(len(tiles)), tiles)
+    first = (np.arange(len(lane)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_queries
+    table = np.zeros((len(lane), ENTRY), np.int32)
+    table[:, :5] = np.stack([slot[lane], start[lane], row[lane], first, count[lane]], axis=1)
+    return table[np.argsort(-(start[lane] + first), kind="stable")]
+
+
+def _table(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
+    """For so many `lanes`, with up to `past` tokens in the cache: of any lengths, in any slots, half of them without a
+    past, and with an entry that only fills the table; or all alike and in order."""
+    import numpy as np
+    import torch
+
+    lanes, rows, past = dims["lanes"], dims["rows"], dims.get("past", 0)
+
+    def draw(highest: int | Tensor) -> Tensor:
+        """Up to `highest`, which is included."""
+        return (torch.rand(lanes, generator=generator) * (torch.as_tensor(highest) + 1)).long()
+
+    slot, ends = torch.arange(lanes), rows * torch.arange(1, lanes + 1) // lanes
+    if not full:
+        slot = torch.randperm(dims["slots"], generator=generator)[:lanes]
+        ends = torch.cat([torch.randperm(rows - 1, generator=generator)[: lanes - 1].sort().values + 1, ends[-1:]])
+    count = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
+    most = (dims["positions"] - count).clamp(max=past)
+    start = most if full else draw(most) * draw(1)
+    spans = torch.stack([slot, start, ends - count, count], dim=1).numpy()
+    table = prompt_tiles(spans, dims["tile_queries"])
+    return torch.from_numpy(table if full else np.concatenate([table, np.zeros_like(table[:1])]))
+
+
+def _prompt(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
+) -> tuple[Tensor, ...]:
+    """Each sequence on its own, over what its cache holds once the new keys and values are in it."""
+    import torch
+
+    cache_k, cache_v, y = cache_k.clone(), cache_v.clone(), torch.zeros_like(q)
+    spans = tiles[(tiles[:, 3] == 0) & (tiles[:, 4] > 0)]
+    for slot, start, row, _, count, *_ in spans.tolist():
+        new, end = slice(row, row + count), start + count
+        cache_k[slot, :, start:end], cache_v[slot, :, start:end] = k[0, :, new], v[0, :, new]
+        key = torch.arange(end, device=q.device)
+        position = key[start:, None]
+        seen = key <= position
+        if window > 0:
+            seen &= key > position - window
+        scores = q[0, :, new] @ cache_k[slot, :, :end].transpose(-2, -1) * scale
+        y[0, :, new] = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ cache_v[slot, :, :end]
+    return y.transpose(1, 2), cache_k, cache_v
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, _tiles: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
+) -> tuple[Tensor, ...]:
+    """torch's own attention, of lanes that are all alike and fill their slots: the shapes say all."""
+    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
+    assert window <= 0  # which it does not know
+    lanes, count = len(cache_k), q.shape[2] // len(cache_k)
+    q, k, v = (t[0].unflatten(1, (lanes, count)).transpose(0, 1) for t in (q, k, v))
+    for cache, new in ((cache_k, k), (cache_v, v)):
+        cache[:, :, -count:] = new
+    past = cache_k.shape[2] > count
+    mask = causal_lower_right(count, cache_k.shape[2]) if past else None
+    y = attend(q, cache_k if past else k, cache_v if past else v, mask, is_causal=not past, scale=scale)
+    return y.transpose(1, 2).flatten(0, 1)[None], cache_k, cache_v
+
+
+def _pairs(dims: Dims) -> int:
+    """Query and key pairs that see each other, of lanes that are all alike."""
+    count, past, window = dims["rows"] // dims["lanes"], dims.get("past", 0), dims.get("window", 0)
+    return dims["lanes"] * sum(min(position + 1, window or position + 1) for position in range(past, past + count))
+
+
+def _defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
+    """By rows alone, however many sequences they are of: the table is made with the tunables known."""
+    return flash_defaults(dims["depth"], lambda queries: dims["heads"] * -(-dims["rows"] // queries), dtype, arch)
+
+
+def _packed(
+    lanes: int, heads: int, rows: int, slots: int, positions: int, depth: int = 64, *, past: int = 0, window: int = 0
+) -> Dims:
+    """With as many tiles as there are of the smallest at most; how many a launch has its table says."""
+    dims = {"lanes": lanes, "heads": heads, "rows": rows, "slots": slots, "positions": positions, "depth": depth}
+    numbers = {"past": past, "window": window}
+    tiles = rows // min(FLASH_TUNABLES["tile_queries"]) + lanes
+    return dims | {"tiles": tiles} | {name: number for name, number in numbers.items() if number}
+
+
+def _alike(lanes: int, heads: int, count: int, past: int = 0) -> Dims:
+    """Lanes that fill their slots."""
+    return _packed(lanes, heads, lanes * count, lanes, past + count, past=past)
+
+
+PROMPT_ATTENTION = KernelSpec(
+    name="prompt_attention",
+    summary="causal attention of packed prompts behind what the KV cache holds, into which keys and values are put",
+    header="ops/flash_attention.cuh",
+    awaits=True,
+    arguments=(
+        views("q", "1 heads rows depth"),
+        views("k", "1 heads rows depth"),
+        views("v", "1 heads rows depth"),
+        reads("tiles", f"tiles {ENTRY}", Values("int32", made=_table)),
+        # What is put into it; how much is found there, the table says.
+        updates("cache_k", "slots heads positions depth", touched="1 heads rows depth", strided=True),
+        updates("cache_v", "slots heads positions depth", touched="1 heads rows depth", strided=True),
+        writes("y", "1 rows heads depth"),
+        Scalar("heads"),
+        Scalar("window", 0),
+        Scalar("scale", lambda dims: dims["depth"] ** -0.5),
+    ),
+    constants=("depth",),
+    tunables=FLASH_TUNABLES,
+    default=_defaults,
+    allows=flash_allows,
+    launch=lambda dims, tunables, dtype: flash_launch(dims["tiles"] * dims["heads"], dims["depth"], tunables, dtype),
+    flops=lambda dims: 4 * dims["heads"] * dims["depth"] * _pairs(dims),
+    reference=_prompt,
+    peers={"SDPA": _sdpa},
+    test_dims=(
+        *(_packed(lanes, 3, 33 * lanes, lanes + 2, 70 * lanes, past=40) for lanes in range(1, 10)),
+        *(_packed(2, 2, rows, 3, 2100, past=past) for rows in (2, 65, 129, 2000) for past in (0, 1, 64, 65, 100)),
+        *(_packed(2, 2, 14, 3, 40, depth, past=9) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
+        *(_packed(3, 2, 300, 4, 500, past=150, window=window) for window in (1, 2, 63, 64, 65, 150, 500)),
+        _packed(40, 2, 41, 41, 300, past=200),
+        _packed(24, 12, 1200, 26, 1300, past=100),
+    ),
+    bench_dims=(_alike(1, 12, 128), _alike(1, 12, 1024), _alike(16, 12, 1024), _alike(16, 12, 256, past=768)),
+)

@@ -1,0 +1,88 @@
+"""Requests that come and go at random, and what each of them must become: the same as alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from warpline import LLM, Completion, SamplingParams
+from warpline.engine.handle import Handle
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request under way."""
+
+    prompt: list[int]
+    params: SamplingParams
+    handle: Handle
+    cancelled: bool = False
+
+
+def random_params(rng: random.Random, *, longest: int, sampled: bool = True) -> SamplingParams:
+    """Any settings; half of them greedy."""
+    drawn = sampled and rng.random() < 0.5
+    return SamplingParams(
+        max_tokens=rng.randint(1, longest),
+        temperature=rng.choice([0.7, 1.0]) if drawn else 0.0,
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([0.9, 1.0]),
+        min_p=rng.choice([0.0, 0.02]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]) if sampled else 1.0,
+        min_tokens=rng.choice([0, 0, 1]),
+        seed=rng.randrange(100),
+        ignore_eos=rng.random() < 0.5,
+        stop=rng.choice([(), (), ("e",), (" a", "zz")]) if sampled else (),
+        logprobs=rng.choice([None, None, None, 2]) if sampled else None,
+    )
+
+
+def random_prompt(rng: random.Random, vocab: int, longest: int) -> list[int]:
+    """Of any length; some begin alike."""
+    common = [1 + i % 7 for i in range(longest)]
+    shared = rng.choice([0, 0, rng.randint(0, longest - 1)])
+    return common[:shared] + [rng.randrange(vocab) for _ in range(rng.randint(1, longest - shared))]
+
+
+def run_arrivals(llm: LLM, count: int, seed: int, *, longest: int, sampled: bool = True) -> list[Arrival]:
+    """Submit `count` requests while turns are taken, cancel some, and finish. The engine's own thread is kept out, so
+    that a seed is a history."""
+    rng, arrivals = random.Random(seed), list[Arrival]()
+    engine, vocab = llm.engine, llm.config.vocab_size
+    llm._worker.wake = lambda: None  # type: ignore[method-assign]
+    while len(arrivals) < count or not engine.idle:
+        for _ in range(min(rng.choice([0, 0, 1, 2, 9]), count - len(arrivals))):
+            prompt = random_prompt(rng, vocab, longest)
+            params = random_params(rng, longest=llm.config.n_positions - longest, sampled=sampled)
+            arrivals.append(Arrival(prompt, params, llm.submit(prompt, params)))
+        if arrivals and rng.random() < 0.1:
+            chosen = rng.choice(arrivals)
+            if not chosen.handle.finished:
+                chosen.handle.cancel()
+                chosen.cancelled = True
+        engine.step()
+    assert engine.free == engine.count
+    return arrivals
+
+
+def check_alone(alone: LLM, arrivals: list[Arrival]) -> int:
+    """Every completion is the one it has alone; one that was cancelled is the beginning of it."""
+    different = 0
+    for arrival in arrivals:
+        (expected,) = alone.generate(arrival.prompt, arrival.params)
+        different += not _agrees(arrival, expected)
+    return different
+
+
+def _agrees(arrival: Arrival, expected: Completion) -> bool:
+    found = arrival.handle.result(timeout=0)
+    if arrival.cancelled:
+        assert found.finish_reason == "cancelled"
+        return expected.token_ids[: len(found.token_ids)] == found.token_ids
+    same = (found.token_ids, found.text, found.finish_reason) == (
+        expected.token_ids, expected.text, expected.finish_reason,
+    )  # fmt: skip
+    if same and arrival.params.logprobs is not None:
+        pairs = zip(found.logprobs or (), expected.logprobs or (), strict=True)
+        assert all(a.token_id == b.token_id and abs(a.logprob - b.logprob) < 1e-3 for a, b in pairs)
+    return same

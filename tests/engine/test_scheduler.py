@@ -1,0 +1,141 @@
+"""What the scheduler plans: slots, prompts within a budget, and how many steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from warpline.config import SamplingParams
+from warpline.engine.request import Request, Span
+from warpline.engine.scheduler import STEPS_WHILE_WAITING, STREAM_STEPS, Prefix, Scheduler, Sequence, Turn
+
+
+def sequence(prompt: int, new: int, **options: object) -> Sequence:
+    return Sequence(Request([1] * prompt, SamplingParams(), 0, 0, prompt + new), **options)  # type: ignore[arg-type]
+
+
+def scheduler(slots: int = 4, prompt_tokens: int = 100) -> Scheduler:
+    return Scheduler(slots, prompt_tokens=prompt_tokens, chunk=32, most_steps=256)
+
+
+def played(planner: Scheduler, *, wasteful: bool = False) -> Turn | None:
+    """Plan a turn, and have it end as if every sequence had got all its tokens."""
+    planner.sweep()
+    turn = planner.plan(lambda _: wasteful)
+    if turn is not None:
+        for i, s in enumerate(turn.admitted):
+            s.slot = i
+        first = {id(s) for s, _, end in (*turn.first, *turn.second) if end == s.prompt}
+        first |= {id(t) for twins in turn.twins.values() for t in twins}
+        for s in turn.reported:
+            count = (id(s) in first) + (turn.steps if s in turn.running else 0)
+            s.length = min(max(s.length, s.prompt) + count, s.request.limit)
+            s.ended = s.length == s.request.limit
+    return turn
+
+
+def test_nothing_to_do() -> None:
+    assert scheduler().plan(lambda _: False) is None
+
+
+def test_a_long_launch_only_while_nothing_waits() -> None:
+    planner = scheduler(slots=2)
+    planner.add([sequence(5, 200), sequence(5, 200), sequence(5, 3)])
+    turn = played(planner)
+    assert turn is not None
+    assert (len(turn.admitted), turn.steps) == (2, STEPS_WHILE_WAITING)
+    planner.waiting.clear()
+    turn = played(planner)
+    assert turn is not None
+    assert turn.steps == 200 - 1 - STEPS_WHILE_WAITING
+
+
+@pytest.mark.parametrize(("wasteful", "steps"), [(False, 99), (True, 32)])
+def test_steps_that_could_be_wasted_are_taken_in_chunks(wasteful: bool, steps: int) -> None:
+    planner = scheduler()
+    planner.add([sequence(5, 100)])
+    turn = played(planner, wasteful=wasteful)
+    assert turn is not None
+    assert turn.steps == steps
+
+
+def test_a_launch_ends_with_the_first_sequence_unless_that_is_near() -> None:
+    planner = scheduler()
+    planner.add([sequence(5, 100), sequence(5, 60), sequence(5, 4)])
+    taken = []
+    while (turn := played(planner)) is not None:
+        taken.append((len(turn.running), turn.steps))
+    assert taken == [(3, STEPS_WHILE_WAITING), (2, 59 - STEPS_WHILE_WAITING), (1, 40)]
+
+
+def test_a_stream_is_served_in_growing_chunks() -> None:
+    planner = scheduler()
+    planner.add([sequence(5, 200, followed=True)])
+    taken = [turn.steps for _ in range(6) if (turn := played(planner)) is not None]
+    assert taken == [*STREAM_STEPS, STREAM_STEPS[-1], STREAM_STEPS[-1]]
+
+
+def test_prompts_run_within_a_budget_and_nothing_overtakes() -> None:
+    planner = scheduler(slots=4, prompt_tokens=30)
+    many = [sequence(n, 5) for n in (20, 25, 4, 70)]
+    planner.add(many)
+    rows = []
+    while (turn := played(planner)) is not None and (turn.first or turn.running):
+        rows.append([(many.index(s), start, end) for s, start, end in turn.first])
+    assert rows[:5] == [
+        [(0, 0, 20), (1, 0, 10)], [(1, 10, 25), (2, 0, 4), (3, 0, 11)], [(3, 11, 41)], [(3, 41, 70)], [],
+    ][: len(rows[:5])]  # fmt: skip
+    assert all(s.ended for s in many)
+
+
+def test_one_token_needs_no_step() -> None:
+    planner = scheduler()
+    planner.add([sequence(3, 1)])
+    turn = played(planner)
+    assert turn is not None
+    assert (turn.running, turn.steps, len(turn.reported)) == ([], 0, 1)
+    assert played(planner) is None
+
+
+def test_equal_prompts_are_one_span() -> None:
+    planner, prefix = scheduler(), Prefix(4, whole=True)
+    same = [sequence(5, 9, prefix=prefix) for _ in range(3)]
+    planner.add(same)
+    turn = played(planner)
+    assert turn is not None
+    assert turn.spans(turn.first) == [Span(0, 0, 5, (0, 1, 2))]
+    assert [(c.source, c.targets, c.length) for c in turn.copies] == [(same[0], same[1:], 5)]
+    assert turn.running == same
+
+
+def test_a_prefix_is_copied_from_a_sequence_that_still_runs() -> None:
+    planner, prefix = scheduler(slots=2), Prefix(64, whole=False)
+    first, second, third = (sequence(n, new, prefix=prefix) for n, new in ((70, 90), (80, 3), (66, 9)))
+    planner.add([first, second, third])
+    turn = played(planner)
+    assert turn is not None
+    assert [(s, start, end) for s, start, end in turn.first] == [(first, 0, 70)]
+    assert [(c.source, c.targets, c.length) for c in turn.copies] == [(first, [second], 64)]
+    assert turn.second == [(second, 64, 80)]
+    turn = played(planner)
+    assert turn is not None
+    assert (turn.first, turn.second) == ([], [(third, 64, 66)])
+    assert turn.copies[0].source is first
+    assert prefix.holders == [first, third]
+
+
+def test_what_needs_a_prefix_waits_for_it() -> None:
+    planner, prefix = scheduler(prompt_tokens=40), Prefix(64, whole=False)
+    pair = [sequence(70, 9, prefix=prefix) for _ in range(2)]
+    planner.add(pair)
+    turns = [played(planner) for _ in range(3)]
+    assert [len(turn.admitted) for turn in turns if turn is not None] == [1, 1]
+
+
+def test_what_has_ended_is_swept() -> None:
+    planner = scheduler(slots=1)
+    running, waiting = sequence(3, 50), sequence(3, 50)
+    planner.add([running, waiting])
+    played(planner)
+    running.ended = waiting.ended = True
+    assert planner.sweep() == [running]
+    assert planner.plan(lambda _: False) is None
