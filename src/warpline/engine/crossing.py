@@ -5,6 +5,7 @@ On a GPU of ours kernels do the rest; elsewhere torch does, which also serves a 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,17 +171,16 @@ class KernelCrossing(Crossing):
         """Everything in one block of pinned memory, which a kernel then spreads."""
         count, width = len(slots), -(-max(map(len, admission.given)) // STEP) * STEP
         width = min(width, self._tokens.shape[1])
-        sizes = _sections(count, width)
-        block = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=self._pinned)
-        lanes, whole, stream, numbers, given, flags = _typed(block, count, width)
-        lanes.numpy()[:] = slots
-        whole.numpy()[:] = admission.whole
-        stream.numpy().view(np.uint64)[:] = admission.stream
-        numbers.numpy()[:] = admission.numbers
-        flags.numpy()[:] = admission.flags
-        rows = given.numpy()
-        for row, ids in zip(rows, admission.given, strict=True):
+        ends = _ends(count, width)
+        block = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=self._pinned)
+        parts = [block.numpy()[begin:end] for begin, end in zip((0, *ends), ends, strict=False)]
+        parts[0].view(np.int64)[:] = slots
+        parts[1].view(np.int64)[:] = admission.whole.ravel()
+        parts[2].view(np.uint64)[:] = admission.stream
+        parts[3].view(np.float32)[:] = admission.numbers.ravel()
+        for row, ids in zip(parts[4].view(np.int32).reshape(count, width), admission.given, strict=True):
             row[: len(ids)] = ids
+        parts[5].view(np.bool_)[:] = admission.flags
         self._staged[: len(block)].copy_(block, non_blocking=True)
         if (launch := self._admissions.get((count, width))) is None:
             launch = self._admissions[count, width] = self._bind_admission(count, width)
@@ -221,16 +221,14 @@ def _bound(op: str, inputs: list[Tensor]) -> Callable[[], object]:
     return launch
 
 
-def _sections(count: int, width: int) -> list[int]:
-    """Bytes of what is staged, the widest elements first: lanes, whole, stream, numbers, given, flags."""
-    return [8 * count, 40 * count, 8 * count, 16 * count, 4 * count * width, count]
+def _ends(count: int, width: int) -> list[int]:
+    """Where in bytes what is staged ends, the widest elements first: lanes, whole, stream, numbers, given, flags."""
+    return list(itertools.accumulate((8 * count, 40 * count, 8 * count, 16 * count, 4 * count * width, count)))
 
 
 def _typed(block: Tensor, count: int, width: int) -> list[Tensor]:
     kinds = (torch.int64, torch.int64, torch.int64, torch.float32, torch.int32, torch.bool)
     shapes = ((count,), (count, 5), (count,), (count, 4), (count, width), (count,))
-    found, at = [], 0
-    for size, kind, shape in zip(_sections(count, width), kinds, shapes, strict=True):
-        found.append(block[at : at + size].view(kind).view(shape))
-        at += size
-    return found
+    ends = _ends(count, width)
+    sized = zip((0, *ends), ends, kinds, shapes, strict=False)
+    return [block[begin:end].view(kind).view(shape) for begin, end, kind, shape in sized]

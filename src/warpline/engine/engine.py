@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from warpline.engine.clock import Clock, shared_stream
-from warpline.engine.crossing import BROKEN, FAULT, Logprobs, Report
+from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News, Report
 from warpline.engine.executors.base import Executor
 from warpline.engine.request import Needs, needs_of
 from warpline.engine.scheduler import Scheduler, Sequence, Turn
@@ -80,7 +80,8 @@ class Engine:
             most_steps=max(executor.chunk, executor.most_steps),
         )
         self._flight: _Flight | None = None
-        self._landed: list[tuple[Job, list[int], Logprobs | None, bool]] = []
+        self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
+        self._news: News | None = None
         self._idle_since: Clock | None = None
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
@@ -252,13 +253,15 @@ class Engine:
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
             if job.ended:  # stopped by the host, or cancelled, while this turn was under way
                 continue
-            lengths.append(max(job.length, job.prompt))
-            job.length = lengths[-1] + count
+            before = job.length or job.prompt
+            lengths.append(before)
+            job.length = before + count
             if flags[i]:
                 job.ended = True
                 if flags[i] & BROKEN:
                     job.error = self._broken()
-            self._landed.append((job, news.tokens[i, :count].tolist(), news.logprobs.get(job.slot), bool(flags[i])))
+            self._landed.append((job, i, job.ended))
+        self._news = news
         self._measure(flight, lengths, max(counts, default=0))
         self._idle_since = flight.clock
 
@@ -286,15 +289,17 @@ class Engine:
 
     def _publish(self) -> None:
         """Hand over what the last turn brought; the device may be busy with the next one."""
-        landed, self._landed = self._landed, []
-        for job, tokens, logprobs, ended in landed:
-            if job.finished:
-                continue
-            self._take(job, tokens, logprobs, ended)
-            if job.notify is not None:
-                job.notify()
-        if landed:
-            self._tell()
+        landed, self._landed, news = self._landed, [], self._news
+        if not landed or news is None:
+            return
+        rows, counts = news.tokens.tolist(), news.counts.tolist()
+        for job, row, ended in landed:
+            if not job.finished:
+                self._take(job, rows[row][: counts[row]], news.logprobs.get(job.slot), ended)
+                if job.notify is not None:
+                    job.notify()
+        self._news = None
+        self._tell()
 
     def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:
         first = job.prompt + len(job.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -213,14 +214,15 @@ class LLM:
         encoded = iter(self.tokenizer.encode_many(texts, special=True) if len(texts) > 1 else map(self._encode, texts))
         found: list[tuple[str | None, Request]] = []
         short: list[tuple[int, int]] = []
-        for prompt, its in zip(prompts, params, strict=True):
+        seeds = np.frombuffer(secrets.token_bytes(4 * len(prompts)), np.uint32).tolist()
+        many = self._many_checked([next(encoded) if isinstance(p, str) else p for p in prompts])
+        for prompt, ids, its, fresh in zip(prompts, many, params, seeds, strict=True):
             given = prompt if isinstance(prompt, str) else None
-            ids = self._checked(next(encoded) if isinstance(prompt, str) else prompt)
             limit = len(ids) + its.max_tokens
             if limit > max(self.config.n_positions, len(ids) + 1):
                 limit = max(self.config.n_positions, len(ids) + 1)
                 short.append((limit - len(ids), its.max_tokens))
-            seed = secrets.randbits(32) if its.seed is None else its.seed
+            seed = fresh if its.seed is None else its.seed
             found += [(given, Request(ids, its, seed, sample, limit)) for sample in range(its.n)]
         if short:
             self._warn(short)
@@ -237,6 +239,19 @@ class LLM:
             "the model's context is %s tokens: %sat most %s of the %s asked for will be generated",
             f"{self.config.n_positions:,}", which, f"{room:,}", f"{asked:,}",
         )  # fmt: skip
+
+    def _many_checked(self, prompts: list[Sequence[int]]) -> list[np.ndarray]:
+        """Checked all at once, and one by one only if something is wrong."""
+        try:
+            ends = np.cumsum([len(prompt) for prompt in prompts]).tolist()
+            flat = np.array(list(itertools.chain.from_iterable(prompts)))
+        except (TypeError, ValueError):
+            return [self._checked(prompt) for prompt in prompts]
+        found = [flat[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+        fine = flat.dtype == np.int64 and flat.ndim == 1 and 0 <= flat.min() <= flat.max() < self.config.vocab_size
+        if fine and all(0 < len(ids) <= self.config.n_positions for ids in found):
+            return found
+        return [self._checked(prompt) for prompt in prompts]
 
     def _checked(self, prompt: Sequence[int]) -> np.ndarray:
         context, vocab = self.config.n_positions, self.config.vocab_size

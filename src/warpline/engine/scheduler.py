@@ -38,11 +38,10 @@ class Sequence:
     length: int = 0  # prompt and tokens that the device is known to have
     chunks: int = 0  # launches that it was part of
     ended: bool = False  # no more launches: it is done, was stopped or cancelled
+    prompt: int = field(init=False)  # tokens of it
 
-    @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+    def __post_init__(self) -> None:
+        self.prompt = len(self.request.prompt)
 
     @property
     def left(self) -> int:

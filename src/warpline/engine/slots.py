@@ -165,19 +165,22 @@ class Slots:
 
 def admission(requests: Sequence[Request], vocab: int) -> Admission:
     """What requests bring. One that cannot be admitted is an error, and nothing has changed."""
-    whole = np.empty((len(requests), 5), np.int64)
-    numbers, flags = np.empty((len(requests), 4), np.float32), np.empty(len(requests), np.bool_)
-    stream, given = np.zeros(len(requests), np.uint64), []
-    for i, request in enumerate(requests):
+    whole, numbers, flags, streams, given = [], [], [], [], []
+    for request in requests:
         p, length = request.params, len(request.prompt)
         ids = np.asarray(request.prompt, np.int64)
         if len(request.forced):
             ids = np.concatenate((ids, np.asarray(request.forced[: request.limit - length], np.int64)))
         given.append(ids)
         top = p.top_k if 0 < p.top_k < vocab else ALL_TOKENS
-        whole[i] = length, len(ids), request.limit, length + p.min_tokens, top
-        numbers[i] = p.temperature, p.top_p, p.min_p, p.repetition_penalty
-        flags[i] = not p.ignore_eos
-        if p.temperature > 0:
-            stream[i] = request.stream
-    return Admission(whole, numbers, flags, stream, given)
+        whole.append((length, len(ids), request.limit, length + p.min_tokens, top))
+        numbers.append((p.temperature, p.top_p, p.min_p, p.repetition_penalty))
+        flags.append(not p.ignore_eos)
+        streams.append(request.stream if p.temperature > 0 else 0)
+    return Admission(
+        np.array(whole, np.int64),
+        np.array(numbers, np.float32),
+        np.array(flags, np.bool_),
+        np.array(streams, np.uint64),
+        given,
+    )

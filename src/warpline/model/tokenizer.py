@@ -133,6 +133,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
+        joined = self.joined_bytes(ids := list(ids), special=special)
+        if joined is not None:
+            return joined.decode("utf-8", errors="replace")
         stream = self.stream(special=special)
         return stream.extend(ids) + stream.flush()
 
@@ -143,12 +146,9 @@ class Tokenizer:
         if table is None:
             return None
         known = ids if isinstance(ids, list | tuple) else list(ids)
-        try:
-            if known and min(known) < 0:
-                raise IndexError
-            return b"".join([table[i] for i in known])
-        except IndexError:
-            return b"".join([table[i] for i in known if 0 <= i < len(table)])
+        if known and not 0 <= min(known) <= max(known) < len(table):
+            known = [i for i in known if 0 <= i < len(table)]
+        return b"".join(map(table.__getitem__, known))
 
     def stream(self, *, special: bool = False) -> StreamDecoder:
         """A decoder that takes ids one by one."""

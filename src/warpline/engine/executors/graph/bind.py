@@ -65,6 +65,7 @@ def captured(steps: Sequence[Callable[[], object]], device: torch.device) -> tor
     do meanwhile is theirs: the capture is this thread's alone, and the device is not waited for."""
     graph = torch.cuda.CUDAGraph()
     with PREPARING, torch.cuda.stream(capture_stream(device)):
+        torch.cuda.current_blas_handle()  # a thread's first one takes memory, which a capture forbids
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for step in steps:

@@ -19,7 +19,19 @@ from warpline.engine.executors.graph.schedule import End, Step, buffers, decode_
 from warpline.engine.executors.sampling import note_logprobs
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
+from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.model.weights import Weights
+
+
+#: Steps are bound for contexts of up to so many positions, of a few lanes and of more, or for all that a slot has:
+#: attention is cut into parts, and blocks are made larger, as the context's length has it.
+POSITIONS_OF_FEW, POSITIONS_OF_MANY = (128, 256, 512), (256,)
+
+
+def rounded_positions(lanes: int, longest: int, capacity: int) -> int:
+    """What a step of so many lanes is bound for, where no sequence gets longer."""
+    choices = POSITIONS_OF_FEW if lanes <= MOST_MATVEC_ROWS else POSITIONS_OF_MANY
+    return min(next((n for n in choices if n >= longest), capacity), capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class KernelsExecutor(Executor):
         self.chunk, self.most_steps = (8, 64) if device.type == "cuda" else (1, 1)
         self.prompts = Prompts(weights)
         self._weights = weights
-        self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End], BoundStep]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundStep]] = WeakKeyDictionary()
         self._last: list[Step] | None = None
 
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
@@ -54,7 +66,8 @@ class KernelsExecutor(Executor):
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
         needs, rows = slots.needs(lanes), self._rows(len(lanes))
         table = slots.crossing.select(lanes, rows)
-        step = self._step(slots, table, end_for(rows, likeliest=needs.likeliest))
+        positions = rounded_positions(rows, max(slots.request(slot).limit for slot in lanes), slots.capacity)
+        step = self._step(slots, table, end_for(rows, likeliest=needs.likeliest), positions)
         self._last = step.steps
         for _ in range(n):
             self._reached("decode")
@@ -77,12 +90,15 @@ class KernelsExecutor(Executor):
         """Of the last pass."""
         return self.prompts.table if phase == "prefill" else self._last
 
-    def _step(self, slots: Slots, table: Tensor, end: End) -> BoundStep:
-        steps = self._bound.setdefault(slots, {})
-        if (found := steps.get((len(table), end))) is None:
+    def _step(self, slots: Slots, table: Tensor, end: End, positions: int) -> BoundStep:
+        steps, key = self._bound.setdefault(slots, {}), (len(table), end, positions)
+        if (found := steps.get(key)) is None:
             with PREPARING:
-                named, ops = buffers(self._weights, slots, table), decode_step(self._weights, len(table), end)
-                found = steps[len(table), end] = BoundStep(self._prepare(ops, named), named["logits"], ops)
+                named, ops = (
+                    buffers(self._weights, slots, table, positions),
+                    decode_step(self._weights, len(table), end),
+                )
+                found = steps[key] = BoundStep(self._prepare(ops, named), named["logits"], ops)
         return found
 
     def _rows(self, lanes: int) -> int:

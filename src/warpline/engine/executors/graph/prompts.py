@@ -153,32 +153,33 @@ class Pass:
 
     def _tables(self, rows: int, count: int) -> None:
         """What differs from run to run, in one block of memory: one copy brings it all."""
-        self._rows, self._count, self._most_tiles = rows, count, rows // self._queries + count
-        self._words = 2 * (2 * rows + 2 * count) + 8 * self._most_tiles
-        self._block = torch.zeros(self._words, dtype=torch.int32, device=self._device)
-        self.row_slots, self.row_positions, self.last, self.lanes, self.tiles = self._parts(self._block)
-
-    def _parts(self, block: Tensor) -> list[Tensor]:
-        sizes = (self._rows, self._rows, self._count, self._count)
-        *long, tiles = block.split([*(2 * size for size in sizes), 8 * self._most_tiles])
-        return [*(part.view(torch.int64) for part in long), tiles.view(-1, 8)]
+        tiles = rows // self._queries + count
+        self._ends = np.cumsum([2 * rows, 2 * rows, 2 * count, 2 * count, 8 * tiles]).tolist()  # in int32
+        self._block = torch.zeros(self._ends[-1], dtype=torch.int32, device=self._device)
+        begins = [0, *self._ends[:-1]]
+        *long, tiles_there = (self._block[a:b] for a, b in zip(begins, self._ends, strict=True))
+        self.row_slots, self.row_positions, self.last, self.lanes = (part.view(torch.int64) for part in long)
+        self.tiles = tiles_there.view(tiles, 8)
 
     @torch.inference_mode()
     def fill(self, spans: Sequence[Span], parking: int) -> None:
-        """Say what the next run is over."""
-        block = torch.zeros(self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        row_slots, row_positions, last, lanes, tiles = (part.numpy() for part in self._parts(block))
+        """Say what the next run is over. The GPU waits for this."""
+        block = torch.zeros(self._ends[-1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        words, (a, b, c, d, _) = block.numpy(), self._ends
+        row_slots, row_positions = words[:a].view(np.int64), words[a:b].view(np.int64)
+        last, lanes = words[b:c].view(np.int64), words[c:d].view(np.int64)
         slot, start, end = np.array([span[:3] for span in spans]).T
         count = end - start
         behind = count.cumsum()
         first, rows = behind - count, int(behind[-1])
         row_slots[:rows], row_slots[rows:] = slot.repeat(count), parking
         row_positions[:rows] = np.arange(rows) - (first - start).repeat(count)
-        asked = np.array([len(span.lanes) for span in spans])
-        last[: asked.sum()] = (behind - 1).repeat(asked)
-        lanes[: asked.sum()], lanes[asked.sum() :] = [lane for span in spans for lane in span.lanes], parking
-        found = prompt_tiles(np.stack((slot, start, first, count), axis=1), self._queries)
-        tiles[: len(found)] = found
+        asked = [len(span.lanes) for span in spans]
+        named = sum(asked)
+        last[:named] = (behind - 1).repeat(asked)
+        lanes[:named], lanes[named:] = [lane for span in spans for lane in span.lanes], parking
+        tiles = prompt_tiles(np.stack((slot, start, first, count), axis=1), self._queries)
+        words[d : d + tiles.size] = tiles.ravel()
         self._block.copy_(block, non_blocking=True)
 
     def run(self) -> None:

@@ -248,8 +248,9 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
     return found
 
 
-def buffers(weights: Weights, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
-    """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
+def buffers(weights: Weights, slots: Slots, lanes: Tensor, positions: int | None = None) -> dict[str, Tensor]:
+    """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between. Of the cache
+    so many positions, if not all: kernels are chosen for contexts of that length."""
     config, like, rows = weights.config, weights.tensors["wte.weight"], len(lanes)
 
     def room(*columns: int) -> Tensor:
@@ -264,7 +265,7 @@ def buffers(weights: Weights, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
         q, k, v = qkv.view(rows, 3, heads, 1, depth).unbind(1)
         attention = room(1, heads, depth)
         found |= {f"{h}.qkv": qkv, f"{h}.q": q, f"{h}.new_k": k, f"{h}.new_v": v, f"{h}.heads": attention}
-        found |= {f"{h}.k": slots.cache.k[layer], f"{h}.v": slots.cache.v[layer]}
+        found |= {f"{h}.{name}": x[layer, :, :, :positions] for name, x in (("k", slots.cache.k), ("v", slots.cache.v))}
         found[f"{h}.attention"] = attention.view(rows, config.n_embd)
         found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
     last = f"h.{config.n_layer}.in"
