@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -242,14 +243,17 @@ class LLM:
 
     def _many_checked(self, prompts: list[Sequence[int]]) -> list[np.ndarray]:
         """Checked all at once, and one by one only if something is wrong."""
+        together, ends = array("q"), [0]  # takes whole numbers alone, and in half the time that numpy needs
         try:
-            ends = np.cumsum([len(prompt) for prompt in prompts]).tolist()
-            flat = np.array(list(itertools.chain.from_iterable(prompts)))
-        except (TypeError, ValueError):
+            for prompt in prompts:
+                together.extend(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)
+                ends.append(len(together))
+        except (TypeError, OverflowError):
             return [self._checked(prompt) for prompt in prompts]
-        found = [flat[begin:end] for begin, end in itertools.pairwise([0, *ends])]
-        fine = flat.dtype == np.int64 and flat.ndim == 1 and 0 <= flat.min() <= flat.max() < self.config.vocab_size
-        if fine and all(0 < len(ids) <= self.config.n_positions for ids in found):
+        flat = np.frombuffer(together, np.int64)
+        found = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+        fit = all(0 < len(ids) <= self.config.n_positions for ids in found)
+        if fit and 0 <= flat.min() <= flat.max() < self.config.vocab_size:
             return found
         return [self._checked(prompt) for prompt in prompts]
 

@@ -13,9 +13,10 @@ LEAST_PREFIX = 64
 
 
 def share_prefixes(sequences: Iterable[Sequence]) -> None:
-    """Mark prompts of one call that begin alike, so that what they share is run once: all but the last token of equal
-    prompts, and what others have in common if that is long enough."""
+    """Mark prompts of one call that begin alike, so that what they share is run once: the prompt of several
+    completions, and what prompts have in common if that is long enough."""
     groups: dict[bytes, list[Sequence]] = {}
+    sequences = [s for s in sequences if s.prompt > LEAST_PREFIX or s.request.params.n > 1]
     for sequence in sequences:
         groups.setdefault(np.asarray(sequence.request.prompt[:LEAST_PREFIX], np.int64).tobytes(), []).append(sequence)
     for group in groups.values():

@@ -53,9 +53,9 @@ class Timings:
         return self.decode_bytes / self.decode_seconds / 1e9 if self.decode_seconds else None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Completion:
-    """One generated text. What takes time to make is made when it is asked for."""
+    """One generated text, to be read. What takes time to make is made when it is asked for."""
 
     token_ids: tuple[int, ...]
     #: "stop" (end of text or a stop text) or "length".

@@ -133,7 +133,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
-        joined = self.joined_bytes(ids := list(ids), special=special)
+        ids = ids if isinstance(ids, list | tuple) else list(ids)
+        joined = self.joined_bytes(ids, special=special)
         if joined is not None:
             return joined.decode("utf-8", errors="replace")
         stream = self.stream(special=special)
@@ -146,9 +147,12 @@ class Tokenizer:
         if table is None:
             return None
         known = ids if isinstance(ids, list | tuple) else list(ids)
-        if known and not 0 <= min(known) <= max(known) < len(table):
-            known = [i for i in known if 0 <= i < len(table)]
-        return b"".join(map(table.__getitem__, known))
+        try:
+            if known and min(known) < 0:
+                raise IndexError
+            return b"".join(map(table.__getitem__, known))
+        except IndexError:
+            return b"".join([table[i] for i in known if 0 <= i < len(table)])
 
     def stream(self, *, special: bool = False) -> StreamDecoder:
         """A decoder that takes ids one by one."""

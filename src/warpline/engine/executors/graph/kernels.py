@@ -22,7 +22,6 @@ from warpline.engine.slots import Slots
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.model.weights import Weights
 
-
 #: Steps are bound for contexts of up to so many positions, of a few lanes and of more, or for all that a slot has:
 #: attention is cut into parts, and blocks are made larger, as the context's length has it.
 POSITIONS_OF_FEW, POSITIONS_OF_MANY = (128, 256, 512), (256,)
@@ -94,10 +93,8 @@ class KernelsExecutor(Executor):
         steps, key = self._bound.setdefault(slots, {}), (len(table), end, positions)
         if (found := steps.get(key)) is None:
             with PREPARING:
-                named, ops = (
-                    buffers(self._weights, slots, table, positions),
-                    decode_step(self._weights, len(table), end),
-                )
+                named = buffers(self._weights, slots, table, positions)
+                ops = decode_step(self._weights, len(table), end)
                 found = steps[key] = BoundStep(self._prepare(ops, named), named["logits"], ops)
         return found
 
