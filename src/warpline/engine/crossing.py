@@ -1,6 +1,6 @@
 """Between host and device: requests into slots, tokens out of them, each with one copy for any number of sequences.
 
-On a GPU of ours kernels do the rest; elsewhere torch does, which also serves a GPU for which nothing can be compiled.
+On a GPU kernels do the rest, or torch where nothing can be compiled; on a CPU numpy does.
 """
 
 from __future__ import annotations
@@ -56,16 +56,44 @@ class News(NamedTuple):
 class Report:
     """News on their way."""
 
-    def __init__(self, packed: Tensor, logprobs: dict[int, tuple[Tensor, ...]], landed: torch.cuda.Event | None):
+    def __init__(self, packed: Tensor, logprobs: dict[int, tuple[Tensor, ...]], landed: torch.cuda.Event | None = None):
         self._packed, self._logprobs, self._landed = packed, logprobs, landed
+        self._news: News | None = None
 
     def wait(self) -> News:
         """The one place where the host waits for the device."""
-        if self._landed is not None:
-            self._landed.synchronize()
-        packed = self._packed.cpu().numpy()
-        found = {slot: Logprobs(*(t.cpu().numpy() for t in rows)) for slot, rows in self._logprobs.items()}
-        return News(packed[:, 0], packed[:, 1], packed[:, 2:], found)
+        if self._news is None:
+            if self._landed is not None:
+                self._landed.synchronize()
+            packed = self._packed.cpu().numpy().copy()  # the memory is used again
+            found = {slot: Logprobs(*(t.cpu().numpy() for t in rows)) for slot, rows in self._logprobs.items()}
+            self._news = News(packed[:, 0], packed[:, 1], packed[:, 2:], found)
+        return self._news
+
+
+class Staging:
+    """Memory of the host from which blocks go to the device without waiting. It is written again when the last block
+    has left it."""
+
+    def __init__(self, target: Tensor):
+        cuda = target.is_cuda
+        self._target, self._here = target, torch.zeros(target.shape, dtype=target.dtype, pin_memory=cuda)
+        self._array, self._left = self._here.numpy(), torch.cuda.Event() if cuda else None
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def ready(self) -> np.ndarray:
+        """The memory, once it may be written."""
+        if self._left is not None:
+            self._left.synchronize()
+        return self._array
+
+    def send(self, count: int) -> None:
+        """Bring the first elements over."""
+        if (part := self._parts.get(count)) is None:
+            part = self._parts[count] = self._target[:count], self._here[:count]
+        part[0].copy_(part[1], non_blocking=True)
+        if self._left is not None:
+            self._left.record()
 
 
 class Crossing(ABC):
@@ -77,7 +105,7 @@ class Crossing(ABC):
         self._device, self._parking, self._pinned = slots.device, slots.parking, slots.device.type == "cuda"
         self._of = slots_logprobs(slots)
         self._lanes = torch.full((-(-(slots.count + 1) // 64) * 64,), slots.parking, device=slots.device)
-        self._selected: tuple[int, ...] = ()
+        self._table, self._selected = Staging(self._lanes), tuple[int, ...]()
 
     @abstractmethod
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
@@ -88,11 +116,9 @@ class Crossing(ABC):
         parked."""
         chosen = tuple(lanes)
         if chosen != self._selected:
-            used = max(len(chosen), len(self._selected))
-            table = torch.empty(used, dtype=torch.int64, pin_memory=self._pinned)
-            table.numpy()[: len(chosen)] = chosen
-            table.numpy()[len(chosen) :] = self._parking
-            self._lanes[:used].copy_(table, non_blocking=True)
+            used, table = max(len(chosen), len(self._selected)), self._table.ready()
+            table[: len(chosen)], table[len(chosen) : used] = chosen, self._parking
+            self._table.send(used)
             self._selected = chosen
         return self._lanes[:rows]
 
@@ -119,8 +145,38 @@ def slots_logprobs(slots: Slots) -> Callable[[], list[Tensor]]:
     return buffers
 
 
+class HostCrossing(Crossing):
+    """Where the slots are the host's own memory: by numpy, which is quicker there than torch."""
+
+    def admit(self, slots: Sequence[int], admission: Admission) -> None:
+        """Straight into the records."""
+        whole, numbers, flags = self._whole.numpy(), self._numbers.numpy(), self._flags.numpy()
+        whole[:5, slots], whole[5, slots] = admission.whole.T, admission.whole[:, 0]
+        numbers[:, slots] = admission.numbers.T
+        flags[0, slots], flags[1:, slots] = admission.flags, False
+        tokens, noise = self._tokens.numpy(), self._noise.numpy()
+        for slot, ids in zip(slots, admission.given, strict=True):
+            tokens[slot, : len(ids)] = ids
+        drawn = np.flatnonzero(admission.numbers[:, 0] > 0)
+        if len(drawn):
+            count = min(int(admission.whole[drawn, 2].max()), noise.shape[1])
+            noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn], count)
+
+    def report(self, lanes: Sequence[int], most: int, wanting: Sequence[int]) -> Report:
+        """It is all here."""
+        whole, flags, tokens, index = self._whole.numpy(), self._flags.numpy(), self._tokens.numpy(), list(lanes)
+        reported = whole[5, index]
+        count = np.minimum(whole[0, index] - reported, most)
+        whole[5, index] = reported + count
+        packed = np.full((len(index), 2 + most), -1, np.int64)
+        packed[:, 0], packed[:, 1] = count, flags[1, index] * DONE + flags[2, index] * BROKEN
+        for row, slot, first, n in zip(packed, index, reported.tolist(), count.tolist(), strict=True):
+            row[2 : 2 + n] = tokens[slot, first : first + n]
+        return Report(torch.from_numpy(packed), self._kept_logprobs(wanting))
+
+
 class TorchCrossing(Crossing):
-    """By torch's operators, on any device."""
+    """By torch's operators, for a GPU on which nothing of ours runs."""
 
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
         """A few operators for each kind of field."""
@@ -150,7 +206,7 @@ class TorchCrossing(Crossing):
         flags = self._flags[1, index] * DONE + self._flags[2, index] * BROKEN + (self._fault != 0) * FAULT
         self._whole[5, index] = reported + count
         packed = torch.cat([count[:, None], flags[:, None], tokens], dim=1)
-        return Report(packed, self._kept_logprobs(wanting), None)
+        return Report(packed, self._kept_logprobs(wanting))
 
     def _sent(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
@@ -162,32 +218,35 @@ class KernelCrossing(Crossing):
     def __init__(self, slots: Slots):
         super().__init__(slots)
         rows = slots.count + 1
-        self._staged = torch.empty(rows * (73 + 4 * slots.capacity) + 64, dtype=torch.uint8, device=slots.device)
-        self._news = torch.empty(rows * (slots.capacity + STEP + 2), dtype=torch.int32, device=slots.device)
-        self._admissions: dict[tuple[int, int], Callable[[], object]] = {}
+        staged = torch.empty(rows * (73 + 4 * slots.capacity) + 64, dtype=torch.uint8, device=slots.device)
+        self._staged, self._staging = staged, Staging(staged)
+        self._admissions: dict[tuple[int, int], tuple[Callable[[], object], list[np.ndarray]]] = {}
+        size = rows * (slots.capacity + STEP + 2)
+        self._news = torch.empty(size, dtype=torch.int32, device=slots.device)
         self._reports: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
+        #: Where two reports may be on their way at once, and which are.
+        self._landing = [torch.empty(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(2)]
+        self._landed = [torch.cuda.Event() if self._pinned else None for _ in range(2)]
+        self._under_way: list[Report | None] = [None, None]
 
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
         """Everything in one block of pinned memory, which a kernel then spreads."""
         count, width = len(slots), -(-max(map(len, admission.given)) // STEP) * STEP
         width = min(width, self._tokens.shape[1])
-        ends = _ends(count, width)
-        block = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=self._pinned)
-        parts = [block.numpy()[begin:end] for begin, end in zip((0, *ends), ends, strict=False)]
-        parts[0].view(np.int64)[:] = slots
-        parts[1].view(np.int64)[:] = admission.whole.ravel()
-        parts[2].view(np.uint64)[:] = admission.stream
-        parts[3].view(np.float32)[:] = admission.numbers.ravel()
-        for row, ids in zip(parts[4].view(np.int32).reshape(count, width), admission.given, strict=True):
+        array = self._staging.ready()
+        if (bound := self._admissions.get((count, width))) is None:
+            bound = self._admissions[count, width] = self._bind_admission(count, width), _arrays(array, count, width)
+        launch, (lanes, whole, stream, numbers, given, flags) = bound
+        lanes[:], whole[:], stream[:], numbers[:], flags[:] = (
+            slots, admission.whole, admission.stream.view(np.int64), admission.numbers, admission.flags,
+        )  # fmt: skip
+        for row, ids in zip(given, admission.given, strict=True):
             row[: len(ids)] = ids
-        parts[5].view(np.bool_)[:] = admission.flags
-        self._staged[: len(block)].copy_(block, non_blocking=True)
-        if (launch := self._admissions.get((count, width))) is None:
-            launch = self._admissions[count, width] = self._bind_admission(count, width)
+        self._staging.send(_ends(count, width)[-1])
         launch()
 
     def _bind_admission(self, count: int, width: int) -> Callable[[], object]:
-        lanes, whole, stream, numbers, given, flags = _typed(self._staged, count, width)
+        lanes, whole, stream, numbers, given, flags = _tensors(self._staged, count, width)
         updated = [*self._whole[:5], *self._numbers, *self._flags, self._whole[5], self._tokens, self._noise]
         return _bound("admit", [lanes, whole, numbers, flags, stream, given, *updated])
 
@@ -199,12 +258,17 @@ class KernelCrossing(Crossing):
             bound = self._reports[len(lanes), width] = self._bind_report(table, width)
         launch, news = bound
         launch()
-        packed = torch.empty(news.shape, dtype=torch.int32, pin_memory=self._pinned)
+        if (before := self._under_way[0]) is not None:
+            before.wait()
+        packed, landed = self._landing[0][: news.numel()].view(news.shape), self._landed[0]
         packed.copy_(news, non_blocking=True)
-        kept, landed = self._kept_logprobs(wanting), torch.cuda.Event() if self._pinned else None
+        kept = self._kept_logprobs(wanting)
         if landed is not None:
-            landed.record(torch.cuda.current_stream(self._device))
-        return Report(packed, kept, landed)
+            landed.record()
+        self._under_way[0] = report = Report(packed, kept, landed)
+        for pair in (self._landing, self._landed, self._under_way):
+            pair.reverse()
+        return report
 
     def _bind_report(self, table: Tensor, width: int) -> tuple[Callable[[], object], Tensor]:
         news = self._news[: len(table) * width].view(len(table), width)
@@ -226,9 +290,26 @@ def _ends(count: int, width: int) -> list[int]:
     return list(itertools.accumulate((8 * count, 40 * count, 8 * count, 16 * count, 4 * count * width, count)))
 
 
-def _typed(block: Tensor, count: int, width: int) -> list[Tensor]:
-    kinds = (torch.int64, torch.int64, torch.int64, torch.float32, torch.int32, torch.bool)
-    shapes = ((count,), (count, 5), (count,), (count, 4), (count, width), (count,))
+_SHAPES = ((), (5,), (), (4,), None, ())  # of a row of each; what is given is as wide as it has to be
+_KINDS = (np.int64, np.int64, np.int64, np.float32, np.int32, np.bool_)
+
+
+def _arrays(block: np.ndarray, count: int, width: int) -> list[np.ndarray]:
+    """What is staged in a block of bytes."""
     ends = _ends(count, width)
-    sized = zip((0, *ends), ends, kinds, shapes, strict=False)
-    return [block[begin:end].view(kind).view(shape) for begin, end, kind, shape in sized]
+    sized = zip((0, *ends[:-1]), ends, _KINDS, _SHAPES, strict=True)
+    return [
+        block[begin:end].view(kind).reshape(count, *((width,) if shape is None else shape))
+        for begin, end, kind, shape in sized
+    ]
+
+
+def _tensors(block: Tensor, count: int, width: int) -> list[Tensor]:
+    """The same on the device."""
+    kinds = [torch.from_numpy(np.zeros(1, kind)).dtype for kind in _KINDS]
+    ends = _ends(count, width)
+    sized = zip((0, *ends[:-1]), ends, kinds, _SHAPES, strict=True)
+    return [
+        block[begin:end].view(kind).view(count, *((width,) if shape is None else shape))
+        for begin, end, kind, shape in sized
+    ]

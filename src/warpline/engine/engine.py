@@ -7,12 +7,12 @@ loop; the others wait until it has something for them, or take over when it has 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +83,7 @@ class Engine:
         self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
         self._news: News | None = None
         self._idle_since: Clock | None = None
+        self._events: list[Any] = []
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
         self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
@@ -179,8 +180,11 @@ class Engine:
                     self._publish()
             return True
         except BaseException as error:
-            self._abandon(error)
-            raise
+            told = _told(error, f"generating {len(self.scheduler.running)} sequences")
+            self._abandon(told)
+            if told is error:
+                raise
+            raise told from error
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -211,8 +215,8 @@ class Engine:
             turn = self.scheduler.plan(self._wasteful)
         if turn is None:
             return None
-        with _explained(f"generating {len(self.scheduler.running)} sequences"), executor.on_device():
-            clock = Clock(self._cuda, self._idle_since)
+        with executor.on_device():
+            clock = Clock(self._cuda, self._idle_since, self._events)
             if turn.admitted:
                 taken = slots.admit([s.request for s in turn.admitted])
                 for sequence, slot in zip(turn.admitted, taken, strict=True):
@@ -229,7 +233,7 @@ class Engine:
             clock.prefilled()
             if turn.steps:
                 executor.decode(slots, lanes, turn.steps)
-            clock.ended()
+                clock.ended()
             reported = [s for s in turn.reported if isinstance(s, Job)]
             report = slots.report([s.slot for s in reported], turn.steps + 1)
         return _Flight(turn, reported, report, clock)
@@ -245,8 +249,7 @@ class Engine:
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a turn, and learn which sequences have ended. The device is idle meanwhile: this must be short."""
-        with _explained("waiting for the GPU"):
-            news = flight.report.wait()
+        news = flight.report.wait()
         if news.flags[:1].any() and int(news.flags[0]) & FAULT:
             raise self.executor.fault() or DeviceError("a launch ended itself")
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
@@ -334,16 +337,19 @@ class Engine:
         self._sweep()
 
 
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Too little memory, or a GPU that failed, in one line."""
-    with explained_memory(what):
-        try:
-            yield
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-            reason = str(error).splitlines()[0]
-            raise DeviceError(
-                f"the GPU failed while {what} ({reason}), and this process cannot use it any more: start a new one"
-            ) from error
+def _told(error: BaseException, what: str) -> BaseException:
+    """Too little memory, or a GPU that failed, in one line; anything else as it is."""
+    try:
+        with explained_memory(what):
+            raise error
+    except DeviceError as told:
+        return told
+    except RuntimeError:
+        if "CUDA error" not in str(error):
+            return error
+        reason = str(error).splitlines()[0]
+        return DeviceError(
+            f"the GPU failed while {what} ({reason}), and this process cannot use it any more: start a new one"
+        )
+    except BaseException as other:  # noqa: BLE001 - it is handed back
+        return other

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from warpline.config import ModelConfig
-from warpline.engine.crossing import Admission, Crossing, KernelCrossing, Report, TorchCrossing
+from warpline.engine.crossing import Admission, Crossing, HostCrossing, KernelCrossing, Report, TorchCrossing
 from warpline.engine.request import Needs, Request, needs_of
 from warpline.errors import ConfigError
 from warpline.model.gpt2 import KVCache
@@ -89,7 +89,8 @@ class Slots:
         self._requests: list[Request | None] = [None] * rows
         self._needs = [Needs()] * rows
         #: How requests get in and tokens out: by kernels of ours, or by torch.
-        self.crossing: Crossing = KernelCrossing(self) if native else TorchCrossing(self)
+        kind = KernelCrossing if native else HostCrossing if device.type == "cpu" else TorchCrossing
+        self.crossing: Crossing = kind(self)
 
     @property
     def free(self) -> int:

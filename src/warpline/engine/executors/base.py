@@ -112,7 +112,9 @@ class Executor(ABC):
 
     def on_device(self) -> AbstractContextManager[object]:
         """Launches go to the current GPU."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda" or self.device.index in (None, torch.cuda.current_device()):
+            return nullcontext()
+        return torch.cuda.device(self.device)
 
     @abstractmethod
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:

@@ -7,6 +7,7 @@ of `schedule` with FlashAttention that reads what is in the cache already and pu
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS
+from warpline.engine.crossing import Staging
 from warpline.engine.executors.graph.bind import PREPARING, bind, captured
 from warpline.engine.executors.graph.schedule import (
     End,
@@ -157,30 +159,40 @@ class Pass:
         self._ends = np.cumsum([2 * rows, 2 * rows, 2 * count, 2 * count, 8 * tiles]).tolist()  # in int32
         self._block = torch.zeros(self._ends[-1], dtype=torch.int32, device=self._device)
         begins = [0, *self._ends[:-1]]
-        *long, tiles_there = (self._block[a:b] for a, b in zip(begins, self._ends, strict=True))
+        parts = [slice(*ends) for ends in zip(begins, self._ends, strict=True)]
+        *long, tiles_there = (self._block[part] for part in parts)
         self.row_slots, self.row_positions, self.last, self.lanes = (part.view(torch.int64) for part in long)
         self.tiles = tiles_there.view(tiles, 8)
+        self._staging = Staging(self._block)
+        array = self._staging.ready()
+        self._here = [array[part].view(np.int64) for part in parts[:4]], array[parts[4]].reshape(tiles, 8)
 
     @torch.inference_mode()
     def fill(self, spans: Sequence[Span], parking: int) -> None:
         """Say what the next run is over. The GPU waits for this."""
-        block = torch.zeros(self._ends[-1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        words, (a, b, c, d, _) = block.numpy(), self._ends
-        row_slots, row_positions = words[:a].view(np.int64), words[a:b].view(np.int64)
-        last, lanes = words[b:c].view(np.int64), words[c:d].view(np.int64)
-        slot, start, end = np.array([span[:3] for span in spans]).T
-        count = end - start
-        behind = count.cumsum()
-        first, rows = behind - count, int(behind[-1])
-        row_slots[:rows], row_slots[rows:] = slot.repeat(count), parking
-        row_positions[:rows] = np.arange(rows) - (first - start).repeat(count)
-        asked = [len(span.lanes) for span in spans]
-        named = sum(asked)
-        last[:named] = (behind - 1).repeat(asked)
-        lanes[:named], lanes[named:] = [lane for span in spans for lane in span.lanes], parking
-        tiles = prompt_tiles(np.stack((slot, start, first, count), axis=1), self._queries)
-        words[d : d + tiles.size] = tiles.ravel()
-        self._block.copy_(block, non_blocking=True)
+        self._staging.ready()
+        (row_slots, row_positions, last, lanes), tiles = self._here
+        if len(spans) == 1:
+            slot, start, end, named = spans[0]
+            rows = end - start
+            row_slots[:rows], row_positions[:rows], last[: len(named)] = slot, _PLACES[start:end], rows - 1
+            found = _tiles_of(rows, self._queries)
+            tiles[: len(found)] = found
+            tiles[: len(found), :2] = slot, start
+        else:
+            slot, start, end = np.array([span[:3] for span in spans]).T
+            count = end - start
+            behind = count.cumsum()
+            first, rows = behind - count, int(behind[-1])
+            row_slots[:rows], row_positions[:rows] = slot.repeat(count), np.arange(rows) - (first - start).repeat(count)
+            named = tuple(lane for span in spans for lane in span.lanes)
+            last[: len(named)] = (behind - 1).repeat([len(span.lanes) for span in spans])
+            found = prompt_tiles(np.stack((slot, start, first, count), axis=1), self._queries)
+            tiles[: len(found)] = found
+        row_slots[rows:] = parking
+        lanes[: len(named)], lanes[len(named) :] = named, parking
+        tiles[len(found) :] = 0
+        self._staging.send(self._ends[-1])
 
     def run(self) -> None:
         """Kernel by kernel the first time, captured the second: a size that does not come again should not wait for a
@@ -198,6 +210,15 @@ class Pass:
             return
         for call in self._launches:
             call()
+
+
+_PLACES = np.arange(1 << 16)
+
+
+@functools.lru_cache(maxsize=2048)
+def _tiles_of(rows: int, queries: int) -> np.ndarray:
+    """The table of one sequence, but for its slot and where it starts."""
+    return prompt_tiles(np.array([[0, 0, 0, rows]]), queries)
 
 
 def _tile_queries(weights: Weights, slots: Slots, rows: int) -> int:
