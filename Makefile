@@ -27,7 +27,7 @@ help:
 	@echo "make clean    remove $(VENV) and caches"
 
 demo: $(VENV)/.core
-	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 1
+	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 3
 
 # A worker to a core (each takes half a gigabyte) with one thread of torch's; what measures time has the machine to itself.
 test: $(VENV)/.dev
@@ -71,7 +71,9 @@ test-hf-suite: .venvs/suite/.ready $(ENVIRONMENTS:%=%/.ready)
 	$(PIP) install --target $(@D)/packages parameterized psutil
 	touch $@
 
-# A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled.
+# A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled. Where time is
+# short, files run side by side, in processes of their own; what measures time, in test_bench.py, test_hf.py and
+# test_profile.py, wants the GPU for itself.
 test-gpu:
 	PYTHONPATH=src:. $(PYTHON) -m pytest tests/gpu -p no:cacheprovider
 
@@ -88,21 +90,21 @@ sanitize:
 
 # On a machine without a GPU, in less than ten minutes: all methods at the reference workload, the fastest of each kind
 # at the others. What there is no time for is named in the rows.
-FASTEST_ON_CPU = cpu,cpu-int8,hf-sdpa,ctranslate2-int8,ctranslate2,onnxruntime
+FASTEST_ON_CPU = warpline,warpline-int8,cpu,cpu-int8,hf-sdpa,ctranslate2-int8,ctranslate2,onnxruntime
 bench-cpu: $(VENV)/.dev
 	$(BIN)/warpline bench reference -m stories -m random:gpt2 --device cpu --repetitions 3 --minutes 2.2 --save results \
 		--method $(FASTEST_ON_CPU),torch,hf-eager,static-kv,naive,static-kv-compile
-	$(BIN)/warpline bench prefill decode batch long coldstart memory -m stories --device cpu --repetitions 3 \
+	$(BIN)/warpline bench prefill decode batch throughput long coldstart memory -m stories --device cpu --repetitions 3 \
 		--minutes 1.3 --save results --method $(FASTEST_ON_CPU)
-	$(BIN)/warpline bench prefill decode batch long coldstart memory -m random:gpt2 --device cpu --repetitions 3 \
+	$(BIN)/warpline bench prefill decode batch throughput long coldstart memory -m random:gpt2 --device cpu --repetitions 3 \
 		--minutes 4.8 --patience 120 --save results --method $(FASTEST_ON_CPU)
 
 # On a GPU, with the python3 that has a CUDA torch, in half an hour, most of it torch.compile's: all methods at the
 # reference workload, the strongest of each kind at the others.
-STRONGEST_ON_GPU = static-kv-compile,static-kv-graph,graph,persistent,torch,hf-sdpa,hf-static-compile
+STRONGEST_ON_GPU = warpline,static-kv-compile,static-kv-graph,graph,persistent,torch,hf-sdpa,hf-static-compile
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline bench reference --dtype fp16,fp32 --device cuda --save results
-	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch long coldstart memory --device cuda --save results \
+	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch throughput long coldstart memory --device cuda --save results \
 		--method $(STRONGEST_ON_GPU)
 
 # What each optimisation of a kernel buys, from naive to production.

@@ -70,8 +70,8 @@ def test_methods_agree_with_the_oracle_to_the_token(name: str, batch: int) -> No
     expected = Naive(weights, one, CPU).generate(prompts, 12)
     method = methods.find(name)(weights, one, CPU)
     given = method.given(prompts)
-    assert torch.equal(method.generate(given, 12), expected)
-    assert torch.equal(method.generate(given, 3), expected[:, :3])  # nothing of the last run is left
+    assert torch.equal(method.tokens(method.generate(given, 12)), expected)
+    assert torch.equal(method.tokens(method.generate(given, 3)), expected[:, :3])  # nothing of the last run is left
     method.close()
 
 
@@ -101,7 +101,7 @@ def test_long_prompts_are_run_in_passes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(TorchExecutor, "prefill", prefill)
     monkeypatch.setattr(TorchExecutor, "prompt_tokens", 12)
     method = methods.find("torch")(weights, one, CPU)
-    assert torch.equal(method.generate(method.given(prompts), 5), expected)
+    assert torch.equal(method.tokens(method.generate(method.given(prompts), 5)), expected)
     assert seen == [[(0, 9, True), (0, 3, False)], [(3, 9, True), (0, 6, False)], [(6, 9, True)]]
 
 
@@ -119,7 +119,7 @@ def test_int8_is_near(name: str) -> None:
     weights, one = load("stories"), case(model="stories", prompt=9, new=8)
     prompts = torch.randint(weights.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(1))
     method = methods.find(name)(weights, one, CPU)
-    tokens = method.generate(method.given(prompts), 8)
+    tokens = method.tokens(method.generate(method.given(prompts), 8))
     assert (tokens == Naive(weights, one, CPU).generate(prompts, 8)).float().mean() >= 0.5
     method.close()
 
@@ -130,7 +130,7 @@ def test_windows_agree(name: str) -> None:
     prompts = torch.randint(weights.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(7))
     expected = Naive(weights, one, CPU).generate(prompts, 12)
     method = methods.find(name)(weights, one, CPU)
-    assert torch.equal(method.generate(method.given(prompts), 12), expected)
+    assert torch.equal(method.tokens(method.generate(method.given(prompts), 12)), expected)
     assert not torch.equal(Naive(weights, case(prompt=9, new=12), CPU).generate(prompts, 12), expected)
 
 
@@ -139,7 +139,7 @@ def test_onnxruntime_knows_every_activation(activation: str) -> None:
     weights, one = load(f"{SMALL},activation_function={activation}"), case(new=12)
     prompts = torch.randint(weights.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(3))
     method = methods.find("onnxruntime")(weights, one, CPU)
-    assert torch.equal(method.generate(prompts, 12), Naive(weights, one, CPU).generate(prompts, 12))
+    assert torch.equal(method.tokens(method.generate(prompts, 12)), Naive(weights, one, CPU).generate(prompts, 12))
     method.close()
 
 
@@ -149,7 +149,7 @@ def test_other_engines_agree(name: str) -> None:
     weights, one = load(model), case(model=model, prompt=9, new=6)
     prompts = torch.randint(weights.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(3))
     method = methods.find(name)(weights, one, CPU)
-    assert torch.equal(method.generate(prompts, 6), Naive(weights, one, CPU).generate(prompts, 6))
+    assert torch.equal(method.tokens(method.generate(prompts, 6)), Naive(weights, one, CPU).generate(prompts, 6))
     method.close()
 
 
@@ -164,7 +164,7 @@ def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
     expected = Naive(weights, case(), CPU).generate(prompts, 12)
     assert end in expected[0, :-1].tolist()
     method = methods.find(name)(weights, case(prompt=9, new=12), CPU)
-    assert torch.equal(method.generate(method.given(prompts), 12), expected)
+    assert torch.equal(method.tokens(method.generate(method.given(prompts), 12)), expected)
     method.close()
 
 

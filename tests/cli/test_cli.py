@@ -295,7 +295,9 @@ def test_doctor(run: Run) -> None:
     assert (code, err) == (0, "")
     for word in ("CPU", "GPU", "torch", "NVRTC", "driver", "cache"):
         assert word in out
+    assert "of gpt2 fp32" in out
     report = json.loads(run("doctor", "--json")[1])
+    assert all(1 <= counts["gpt2-xl fp32"] <= counts["gpt2 fp32"] for counts in report["slots"][:1])
     assert report["devices"][0]["measured_bandwidth"] > 0
     assert report["software"]["warpline"] == __version__
     _, _, err = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from tests.conftest import SMALL
 from warpline import LLM, SamplingParams
+from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 
 
@@ -33,3 +36,43 @@ def test_a_gpu_that_fails_is_one_line_and_the_next_request_works(
             llm.generate("A frog", params)
     assert "\n" not in str(caught.value)
     assert llm.generate("A frog", params)[0].text == expected
+
+
+def test_a_launch_that_ended_itself_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the persistent kernel's watchdog does; here the kernels executor plays it."""
+    llm = LLM(SMALL, device="cpu", executor="kernels")
+    params = SamplingParams(temperature=0, max_tokens=8)
+    expected = llm.generate("A frog", params)[0].text
+    decode = llm.executor.decode
+
+    def hang(slots: Slots, lanes: Sequence[int], n: int) -> None:
+        decode(slots, lanes, n)
+        slots.fault.fill_(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.executor, "decode", hang)
+        with pytest.raises(DeviceError, match="ended itself"):
+            llm.generate(["A frog", "A dog"], params)
+    assert llm.generate("A frog", params)[0].text == expected
+    assert llm.engine.free == llm.max_batch
+
+
+def test_an_interrupt_loses_what_ran_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(SMALL, device="cpu", max_batch=1)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    expected = [c.text for c in llm.generate(["A frog", "A dog"], params)]
+    llm._worker.wake = lambda: None  # type: ignore[method-assign]
+    running, waiting = llm.submit("A frog", params), llm.submit("A dog", params)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.executor, "decode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+    with pytest.raises(DeviceError, match="interrupted: KeyboardInterrupt"):
+        running.result(timeout=0)
+    while llm.engine.step():
+        pass
+    assert waiting.result(timeout=0).text == expected[1]

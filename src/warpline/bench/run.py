@@ -338,7 +338,7 @@ def _unadvised() -> Iterator[None]:
 
 def _tokens(method: Method, case: Case, given: Any) -> Tensor:
     """What a case's method answers, as tokens [B, new]."""
-    return method.generate(given, max(1, case.new)).clone()
+    return method.tokens(method.generate(given, max(1, case.new))).clone()
 
 
 def tidy() -> None:

@@ -19,8 +19,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
     found = survey.take()
     stored = [choices.summary(device.name) for device in found.devices if device.kind == "cuda"]
+    slots = [_slots(device, i - 1) for i, device in enumerate(found.devices)]  # the CPU comes first
     if as_json:
-        typer.echo(json.dumps(found.as_dict() | {"choices": [one.as_dict() for one in stored]}, indent=1))
+        more = {"choices": [one.as_dict() for one in stored], "slots": slots}
+        typer.echo(json.dumps(found.as_dict() | more, indent=1))
         return
 
     from rich.console import Console
@@ -37,6 +39,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         table.add_row(name, version or "not found")
     for one in stored:
         table.add_row("tuned", _count(one))
+    for device, counts in zip(found.devices, slots, strict=True):
+        known = ", ".join(f"{count} of {model}" for model, count in counts.items())
+        table.add_row("at once", f"{known} on {device.name}, by its free memory; others wait (max_batch changes it)")
     table.add_row("cache", f"{found.cache_folder} ({found.cache_bytes / 1e6:,.1f} MB)")
     console = Console(highlight=False)
     console.print(table)
@@ -50,6 +55,15 @@ def _describe(device: Device) -> str:
     spec = f"{device.spec_bandwidth:,.0f} GB/s by its datasheet" if device.spec_bandwidth is not None else "spec n/a"
     measured = f"{device.measured_bandwidth:,.1f} GB/s read, measured" if device.measured_bandwidth else "not measured"
     return f"{device.name} ({device.arch}, {device.units} {unit}, {memory}; {measured}, {spec})"
+
+
+def _slots(device: Device, index: int) -> dict[str, int]:
+    """How many sequences run at once unless `max_batch` says otherwise, for a small and a large model."""
+    from warpline.config import FAMILY
+    from warpline.engine.llm import default_slots
+
+    dtype, name = ("fp16", f"cuda:{index}") if device.kind == "cuda" else ("fp32", "cpu")
+    return {f"{model} {dtype}": default_slots(FAMILY[model][1], dtype, name) for model in ("gpt2", "gpt2-xl")}
 
 
 def _count(stored: Summary) -> str:

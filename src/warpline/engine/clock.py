@@ -1,4 +1,4 @@
-"""When turns begin and end, on the device's own clock where it has one, and the stream that all engines share."""
+"""What turns take, and the stream that all engines share."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ import torch
 
 
 class Clock:
-    """When a turn began, had its prompts and ended: on the device's own clock where it has one."""
+    """A turn from its first launch to its last token, as the host sees it. Only where prompts and steps share a turn on
+    a GPU its own clock has to tell them apart: every question to the driver delays the next launch."""
 
-    def __init__(self, cuda: bool, before: Clock | None, spare: list[Any]):
-        """`spare` keeps events to be used again: making one takes the host longer than all else here."""
-        self._cuda, self._before, self._spare = cuda, before, spare
-        self._at: list[Any] = []  # events, or seconds
-        self._note()
+    def __init__(self, *, cuda: bool, prompts: bool, steps: bool):
+        self._begun, self._prompts = time.perf_counter(), prompts
+        self._both, self._cuda, self._steps = prompts and steps, cuda, steps
+        self._marks: list[Any] = []
+        self._ended = 0.0
 
-    def _note(self) -> None:
-        if not self._cuda:
-            self._at.append(time.perf_counter())
-            return
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+    def mark(self) -> None:
+        """Prompts are done, and again: steps are."""
+        if self._both:
+            self._marks.append(self._event() if self._cuda else time.perf_counter())
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._at.append(event)
+        return event
 
-    prefilled = ended = _note
+    def landed(self) -> None:
+        """The host knows the tokens."""
+        self._ended = time.perf_counter()
 
-    def seconds(self) -> tuple[float, float, float]:
-        """Of prompts, of steps, and between the turn before and this one; once it has ended."""
-        begun, prefilled, *ended = self._at
-        idle = 0.0
-        if self._before is not None:
-            idle = self._between(self._before._at[-1], begun)
-            self._before._free()
-            self._before = None
-        return self._between(begun, prefilled), self._between(prefilled, ended[0]) if ended else 0.0, idle
+    @property
+    def ended(self) -> float:
+        """When the host had its tokens."""
+        return self._ended
 
-    def _between(self, first: Any, last: Any) -> float:
-        return float(first.elapsed_time(last)) / 1e3 if self._cuda else last - first
-
-    def _free(self) -> None:
-        if self._cuda:
-            self._spare.extend(self._at)
+    def seconds(self) -> tuple[float, float]:
+        """Of prompts and of steps."""
+        whole = self._ended - self._begun
+        if not self._both:
+            return (whole, 0.0) if self._prompts else (0.0, whole)
+        first, last = self._marks
+        steps = first.elapsed_time(last) / 1e3 if self._cuda else last - first
+        return whole - steps, steps
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}

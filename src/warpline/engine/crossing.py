@@ -53,11 +53,26 @@ class News(NamedTuple):
     logprobs: dict[int, Logprobs]  # of slots that want them
 
 
+class Progress:
+    """How many blocks were sent to the device, and how many are known to have left the host's memory: those behind
+    which a report has come back. So nothing is asked of the driver in an ordinary turn."""
+
+    def __init__(self) -> None:
+        self.sent = self.left = 0
+
+
 class Report:
     """News on their way."""
 
-    def __init__(self, packed: Tensor, logprobs: dict[int, tuple[Tensor, ...]], landed: torch.cuda.Event | None = None):
+    def __init__(
+        self,
+        packed: Tensor,
+        logprobs: dict[int, tuple[Tensor, ...]],
+        landed: torch.cuda.Event | None = None,
+        progress: Progress | None = None,
+    ):
         self._packed, self._logprobs, self._landed = packed, logprobs, landed
+        self._progress, self._sent = progress, 0 if progress is None else progress.sent
         self._news: News | None = None
 
     def wait(self) -> News:
@@ -65,6 +80,8 @@ class Report:
         if self._news is None:
             if self._landed is not None:
                 self._landed.synchronize()
+            if self._progress is not None:
+                self._progress.left = max(self._progress.left, self._sent)
             packed = self._packed.cpu().numpy().copy()  # the memory is used again
             found = {slot: Logprobs(*(t.cpu().numpy() for t in rows)) for slot, rows in self._logprobs.items()}
             self._news = News(packed[:, 0], packed[:, 1], packed[:, 2:], found)
@@ -75,16 +92,16 @@ class Staging:
     """Memory of the host from which blocks go to the device without waiting. It is written again when the last block
     has left it."""
 
-    def __init__(self, target: Tensor):
-        cuda = target.is_cuda
-        self._target, self._here = target, torch.zeros(target.shape, dtype=target.dtype, pin_memory=cuda)
-        self._array, self._left = self._here.numpy(), torch.cuda.Event() if cuda else None
+    def __init__(self, target: Tensor, progress: Progress):
+        self._target, self._progress, self._last = target, progress, 0
+        self._here = torch.zeros(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
+        self._array = self._here.numpy()
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def ready(self) -> np.ndarray:
         """The memory, once it may be written."""
-        if self._left is not None:
-            self._left.synchronize()
+        if self._last > self._progress.left and self._target.is_cuda:
+            torch.cuda.current_stream(self._target.device).synchronize()
         return self._array
 
     def send(self, count: int) -> None:
@@ -92,8 +109,8 @@ class Staging:
         if (part := self._parts.get(count)) is None:
             part = self._parts[count] = self._target[:count], self._here[:count]
         part[0].copy_(part[1], non_blocking=True)
-        if self._left is not None:
-            self._left.record()
+        self._progress.sent += 1
+        self._last = self._progress.sent
 
 
 class Crossing(ABC):
@@ -105,7 +122,8 @@ class Crossing(ABC):
         self._device, self._parking, self._pinned = slots.device, slots.parking, slots.device.type == "cuda"
         self._of = slots_logprobs(slots)
         self._lanes = torch.full((-(-(slots.count + 1) // 64) * 64,), slots.parking, device=slots.device)
-        self._table, self._selected = Staging(self._lanes), tuple[int, ...]()
+        self.progress = Progress()
+        self._table, self._selected = Staging(self._lanes, self.progress), tuple[int, ...]()
 
     @abstractmethod
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
@@ -219,7 +237,7 @@ class KernelCrossing(Crossing):
         super().__init__(slots)
         rows = slots.count + 1
         staged = torch.empty(rows * (73 + 4 * slots.capacity) + 64, dtype=torch.uint8, device=slots.device)
-        self._staged, self._staging = staged, Staging(staged)
+        self._staged, self._staging = staged, Staging(staged, self.progress)
         self._admissions: dict[tuple[int, int], tuple[Callable[[], object], list[np.ndarray]]] = {}
         size = rows * (slots.capacity + STEP + 2)
         self._news = torch.empty(size, dtype=torch.int32, device=slots.device)
@@ -265,7 +283,7 @@ class KernelCrossing(Crossing):
         kept = self._kept_logprobs(wanting)
         if landed is not None:
             landed.record()
-        self._under_way[0] = report = Report(packed, kept, landed)
+        self._under_way[0] = report = Report(packed, kept, landed, self.progress)
         for pair in (self._landing, self._landed, self._under_way):
             pair.reverse()
         return report

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ class Stats:
     tokens: int = 0
     steps: int = 0
     lane_steps: int = 0  # sequences of every step, added up
-    busy_seconds: float = 0.0
-    idle_seconds: float = 0.0  # of the device, between turns
+    busy_seconds: float = 0.0  # from the launch of a turn until its tokens are known
+    idle_seconds: float = 0.0  # between turns, when the device has nothing to do
 
 
 @dataclass(eq=False, slots=True)
@@ -82,8 +82,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
         self._news: News | None = None
-        self._idle_since: Clock | None = None
-        self._events: list[Any] = []
+        self._idle_since: float | None = None  # the end of the turn before
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
         self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
@@ -98,18 +97,20 @@ class Engine:
 
     def run(self, done: Callable[[], bool], launched: Callable[[], object] | None = None) -> None:
         """Until `done`, which is asked after every turn. `launched` is called once, while the device works."""
-        while not done():
+        working = True
+        while working and not done():
             if not self._lead.acquire(blocking=False):
                 self._wait(done)
                 continue
             try:
-                while not done():
-                    if not self.step(done, launched):
-                        return
+                while working and not done():
+                    working = self.step(done, launched)
                     launched = None
             finally:
                 self._lead.release()
                 self._tell()
+        if launched is not None:  # another thread led
+            launched()
 
     def cancel(self, jobs: list[Job]) -> None:
         """Not wanted any more: slots are free again now, or with the next turn of the thread that leads."""
@@ -195,7 +196,7 @@ class Engine:
         for sequence in gone:
             if sequence.slot >= 0 and self._slots is not None:  # one whose launch failed may have none
                 self._slots.release(sequence.slot)
-                if isinstance(sequence, Job) and sequence.error is not None:
+                if isinstance(sequence, Job) and isinstance(sequence.error, ModelError):
                     self._slots.erase(sequence.slot)
 
     def _allocated(self) -> Slots:
@@ -216,11 +217,13 @@ class Engine:
         if turn is None:
             return None
         with executor.on_device():
-            clock = Clock(self._cuda, self._idle_since, self._events)
+            clock = Clock(cuda=self._cuda, prompts=bool(turn.first or turn.second), steps=turn.steps > 0)
             if turn.admitted:
                 taken = slots.admit([s.request for s in turn.admitted])
                 for sequence, slot in zip(turn.admitted, taken, strict=True):
                     sequence.slot = slot
+            if self._idle_since is not None:  # the first launch of the turn is out, or is the next thing to be done
+                self.stats.idle_seconds += time.perf_counter() - self._idle_since
             lanes = [s.slot for s in turn.running]
             if turn.first:
                 if lanes:
@@ -230,10 +233,10 @@ class Engine:
                 slots.copy(copy.source.slot, [target.slot for target in copy.targets], copy.length)
             if turn.second:
                 executor.prefill(slots, turn.spans(turn.second))
-            clock.prefilled()
+            clock.mark()
             if turn.steps:
                 executor.decode(slots, lanes, turn.steps)
-                clock.ended()
+                clock.mark()
             reported = [s for s in turn.reported if isinstance(s, Job)]
             report = slots.report([s.slot for s in reported], turn.steps + 1)
         return _Flight(turn, reported, report, clock)
@@ -250,7 +253,9 @@ class Engine:
     def _land(self, flight: _Flight) -> None:
         """Wait for a turn, and learn which sequences have ended. The device is idle meanwhile: this must be short."""
         news = flight.report.wait()
-        if news.flags[:1].any() and int(news.flags[0]) & FAULT:
+        flight.clock.landed()
+        if (news.flags & FAULT).any():
+            self._allocated().fault.zero_()
             raise self.executor.fault() or DeviceError("a launch ended itself")
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
@@ -266,7 +271,7 @@ class Engine:
             self._landed.append((job, i, job.ended))
         self._news = news
         self._measure(flight, lengths, max(counts, default=0))
-        self._idle_since = flight.clock
+        self._idle_since = flight.clock.ended
 
     def _broken(self) -> ModelError:
         return ModelError(
@@ -278,12 +283,12 @@ class Engine:
         clock, turn, stats = flight.clock, flight.turn, self.stats
         steps = most - 1 if turn.first or turn.second else most  # a prompt brings a token before the first step
         steps = max(0, min(steps, turn.steps))
-        prefill, decode, idle = clock.seconds()
+        prefill, decode = clock.seconds()
         stats.busy_seconds += prefill + decode
-        stats.idle_seconds += idle
         stats.steps += steps
         stats.lane_steps += steps * len(turn.running)
-        for timings in {id(s.timings): s.timings for s in flight.lanes if s.timings is not None}.values():
+        served = [*flight.lanes, *(s for s, *_ in (*turn.first, *turn.second) if isinstance(s, Job))]
+        for timings in {id(s.timings): s.timings for s in served if s.timings is not None}.values():
             timings.prefill_seconds += prefill
             if steps:
                 timings.decode_seconds += decode
@@ -329,7 +334,7 @@ class Engine:
         for job in lost:
             job.ended = True
             if not job.finished:
-                interrupted = DeviceError(f"the engine was interrupted: {error or type(error).__name__}")
+                interrupted = DeviceError(f"the engine was interrupted: {str(error) or type(error).__name__}")
                 job.error = error if isinstance(error, WarplineError) else interrupted
                 job.finished = True
             if job.notify is not None:

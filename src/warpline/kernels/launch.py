@@ -264,22 +264,42 @@ class Plan:
         return launch
 
 
+#: Plans by op, layouts and options: making one takes a hundred times as long as a launch.
+_plans: dict[Any, Plan] = {}
+MOST_PLANS = 4096
+
+
+def plan_for(
+    spec: KernelSpec,
+    inputs: Sequence[Tensor],
+    *,
+    tunables: Tunables | None = None,
+    numbers: Mapping[str, float | None] | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan for tensors of these layouts, made the first time. The layers of a model share one."""
+    layouts = [(t.shape, t.stride(), t.storage_offset() % 16, t.dtype, t.device) for t in inputs]
+    named = [*(numbers or {}).items(), *(tunables or {}).items(), *options.items()]
+    key = (spec, tunables is None, *layouts, *named)
+    if (plan := _plans.get(key)) is None:
+        plan = Plan(spec, inputs, tunables=tunables, numbers=numbers, **options)
+        if len(_plans) >= MOST_PLANS:
+            _plans.pop(next(iter(_plans)), None)
+        _plans[key] = plan
+    return plan
+
+
 class Call:
     """One op on given tensors, ready to be launched any number of times. Options are those of `Plan`."""
 
     def __init__(
         self, spec: KernelSpec, inputs: Sequence[Tensor], *, outputs: Sequence[Tensor] | None = None, **options: Any
     ):
-        plan = Plan(spec, inputs, **options)
+        plan = plan_for(spec, inputs, **options)
         self.program, self.prepare = plan.program, plan.prepare
         self.outputs = plan.outputs() if outputs is None else list(outputs)
         #: Enqueues it.
         self.launch = plan.bind(inputs, self.outputs)
-
-
-#: Plans by op, layouts and options: making one takes a hundred times as long as a launch.
-_plans: dict[Any, Plan] = {}
-MOST_PLANS = 4096
 
 
 def run(
@@ -294,14 +314,7 @@ def run(
     """Run `spec` on CUDA tensors and return its outputs, which are allocated unless given. Options are those of `Plan`:
     `arch` overrides what is compiled for (compute_75 runs the Turing path, as PTX, on a newer GPU).
     """
-    layouts = [(t.shape, t.stride(), t.storage_offset() % 16, t.dtype, t.device) for t in inputs]
-    named = [*(numbers or {}).items(), *(tunables or {}).items(), *options.items()]
-    key = (spec, tunables is None, *layouts, *named)
-    if (plan := _plans.get(key)) is None:
-        plan = Plan(spec, inputs, tunables=tunables, numbers=numbers, **options)
-        if len(_plans) >= MOST_PLANS:
-            _plans.pop(next(iter(_plans)), None)
-        _plans[key] = plan
+    plan = plan_for(spec, inputs, tunables=tunables, numbers=numbers, **options)
     results = plan.outputs() if outputs is None else list(outputs)
     plan.bind(inputs, results)()
     return results

@@ -147,8 +147,13 @@ class Method(ABC):
         return prompts
 
     @abstractmethod
-    def generate(self, prompts: Any, new: int) -> Tensor:
-        """`new` tokens [B, new] behind what `given` made of prompts, never ending early."""
+    def generate(self, prompts: Any, new: int) -> Any:
+        """`new` tokens behind what `given` made of prompts, never ending early, as a user of the method gets them."""
+
+    def tokens(self, answer: Any) -> Tensor:
+        """What `generate` gave, as a tensor [B, new]: this is not timed."""
+        assert isinstance(answer, Tensor)
+        return answer
 
     def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
         """The tokens of requests that come all at once, some of them at a time, in their order. Ids come from the host

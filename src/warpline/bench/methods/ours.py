@@ -23,6 +23,7 @@ from warpline.engine.executors.pytorch import TorchExecutor
 from warpline.engine.llm import LLM
 from warpline.engine.request import Request, Span
 from warpline.engine.slots import Slots
+from warpline.engine.text import Completion
 from warpline.model.gpt2 import GPT2
 from warpline.model.observe import observed
 from warpline.model.quantise import quantised
@@ -65,21 +66,26 @@ class OnLLM(Method):
         ids: list[list[int]] = prompts.tolist()
         return ids
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> Tensor:
-        """Texts are made, and asked for; their ids are what is judged."""
-        return torch.tensor(self._written(prompts, _greedy(new)))
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[Completion]:
+        """What a user holds: completions, with their texts."""
+        return self._written(prompts, _greedy(new))
+
+    def tokens(self, answer: list[Completion]) -> Tensor:
+        """Their ids are what is judged."""
+        return torch.tensor([completion.token_ids for completion in answer])
 
     def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
         """All in one call."""
-        yield self._written([one.prompt for one in asked], [_greedy(one.new) for one in asked])
+        written = self._written([one.prompt for one in asked], [_greedy(one.new) for one in asked])
+        yield [list(completion.token_ids) for completion in written]
 
     def _written(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[list[int]]:
+    ) -> list[Completion]:
         completions = self._llm.generate(list(prompts), params)
         for completion in completions:
             _ = completion.text  # made when it is asked for
-        return [list(completion.token_ids) for completion in completions]
+        return completions
 
     def counts(self) -> Counts:
         """Of its engine."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS
-from warpline.engine.crossing import Staging
+from warpline.engine.crossing import Progress, Staging
 from warpline.engine.executors.graph.bind import PREPARING, bind, captured
 from warpline.engine.executors.graph.schedule import (
     End,
@@ -130,7 +130,7 @@ class Pass:
         config = weights.config
         self._device = weights.tensors["wte.weight"].device
         self._queries = _tile_queries(weights, slots, rows)
-        self._tables(rows, count)
+        self._tables(rows, count, slots.crossing.progress)
         self.logits = room_for_logits(weights, count)
         named = _memory(weights, slots, rows) | _last_memory(weights, slots, count) | {"logits": self.logits}
         named |= {"row_slots": self.row_slots, "row_positions": self.row_positions}
@@ -153,7 +153,7 @@ class Pass:
         self._runs = 0
         self._replays: list[Launch] = []
 
-    def _tables(self, rows: int, count: int) -> None:
+    def _tables(self, rows: int, count: int, progress: Progress) -> None:
         """What differs from run to run, in one block of memory: one copy brings it all."""
         tiles = rows // self._queries + count
         self._ends = np.cumsum([2 * rows, 2 * rows, 2 * count, 2 * count, 8 * tiles]).tolist()  # in int32
@@ -163,7 +163,7 @@ class Pass:
         *long, tiles_there = (self._block[part] for part in parts)
         self.row_slots, self.row_positions, self.last, self.lanes = (part.view(torch.int64) for part in long)
         self.tiles = tiles_there.view(tiles, 8)
-        self._staging = Staging(self._block)
+        self._staging = Staging(self._block, progress)
         array = self._staging.ready()
         self._here = [array[part].view(np.int64) for part in parts[:4]], array[parts[4]].reshape(tiles, 8)
 
