@@ -98,7 +98,7 @@ def test_one_token_needs_no_step() -> None:
 
 def test_equal_prompts_are_one_span() -> None:
     planner, prefix = scheduler(), Prefix(4, whole=True)
-    same = [sequence(5, 9, prefix=prefix) for _ in range(3)]
+    same = [sequence(5, 9, prefixes=[prefix]) for _ in range(3)]
     planner.add(same)
     turn = played(planner)
     assert turn is not None
@@ -109,7 +109,7 @@ def test_equal_prompts_are_one_span() -> None:
 
 def test_a_prefix_is_copied_from_a_sequence_that_still_runs() -> None:
     planner, prefix = scheduler(slots=2), Prefix(64, whole=False)
-    first, second, third = (sequence(n, new, prefix=prefix) for n, new in ((70, 90), (80, 3), (66, 9)))
+    first, second, third = (sequence(n, new, prefixes=[prefix]) for n, new in ((70, 90), (80, 3), (66, 9)))
     planner.add([first, second, third])
     turn = played(planner)
     assert turn is not None
@@ -125,7 +125,7 @@ def test_a_prefix_is_copied_from_a_sequence_that_still_runs() -> None:
 
 def test_what_needs_a_prefix_waits_for_it() -> None:
     planner, prefix = scheduler(prompt_tokens=40), Prefix(64, whole=False)
-    pair = [sequence(70, 9, prefix=prefix) for _ in range(2)]
+    pair = [sequence(70, 9, prefixes=[prefix]) for _ in range(2)]
     planner.add(pair)
     turns = [played(planner) for _ in range(3)]
     assert [len(turn.admitted) for turn in turns if turn is not None] == [1, 1]

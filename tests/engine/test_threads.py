@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from tests.engine.arrivals import random_params, random_prompt
 from tests.engine.test_joining import TINY, make
@@ -136,5 +137,78 @@ def test_closing_ends_the_thread_and_frees_the_slots() -> None:
     assert handle.result().finish_reason == "length"
     assert llm.engine._slots is None
     assert llm._worker._thread is None or not llm._worker._thread.is_alive()
-    with pytest.raises(ConfigError, match="closed"):
-        llm.submit([1], LONG)
+    for late in (llm.submit, llm.stream, llm.generate):
+        with pytest.raises(ConfigError, match="closed"):
+            late([1], LONG)
+    assert llm.engine.idle
+
+
+def test_a_listener_that_has_gone_harms_no_other() -> None:
+    """Its event loop is closed while it waits; what others get has no gap."""
+    llm = make("torch", 2)
+    llm._worker.wake = lambda: None  # type: ignore[method-assign]
+    first, second = llm.submit([1], LONG), llm.submit([2], LONG)
+    loop = asyncio.new_event_loop()
+    pieces = first.__aiter__()
+
+    async def begin() -> None:
+        waiting = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+
+    first._listeners.append(lambda: loop.call_soon_threadsafe(lambda: None))
+    loop.run_until_complete(begin())
+    loop.close()
+    while llm.engine.step():
+        pass
+    assert second.result(timeout=0).token_ids == make("torch").generate([2], LONG)[0].token_ids
+    assert llm.engine.free == 2
+
+
+def test_memory_that_is_not_there_is_said_to_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("torch", 2)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.executor, "allocate", fail)
+        handles = [llm.submit([i], LONG) for i in range(5)]
+        for handle in handles:
+            with pytest.raises(DeviceError, match="not enough free memory for a KV cache of 2 × 129"):
+                handle.result(timeout=60)
+    assert len(llm.generate([1], LONG)[0].token_ids) == 100
+
+
+def test_an_admission_that_fails_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("torch", 2)
+    llm.generate([1], LONG)
+    slots = llm.engine._slots
+    assert slots is not None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.crossing, "admit", fail)
+        for _ in range(5):
+            with pytest.raises(DeviceError, match="no memory"):
+                llm.generate([1], LONG)
+    assert llm.engine.free == 2
+    assert len(llm.generate([[1], [2], [3]], LONG)) == 3
+
+
+def test_timings_do_not_change_any_more() -> None:
+    llm = make("cpu")
+    text = llm.generate([1], LONG)[0].text
+    stopped = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, stop=text[6:8])
+    (completion,) = llm.generate([1], stopped)
+    before = completion.timings.seconds, completion.timings.decode_steps
+    time.sleep(0.2)
+    llm.generate([2], LONG)
+    assert (completion.timings.seconds, completion.timings.decode_steps) == before
+    stream = llm.stream([1], LONG)
+    for _ in stream:
+        time.sleep(0.05)  # a reader who takes its time
+    assert stream.completion is not None
+    assert stream.completion.timings.seconds < 0.2 < 0.05 * len(stream.completion.text)

@@ -232,7 +232,7 @@ def test_a_text_that_nobody_follows_is_one_launch(monkeypatch: pytest.MonkeyPatc
     """Whether it may end early or not; a stream of it says the same, in several."""
     llm = LLM("stories", device="cuda", executor="persistent")
     launched = watch_steps(llm.executor, monkeypatch)
-    params = Params(temperature=0, max_tokens=200)
+    params = Params(temperature=0, max_tokens=100)
     (whole,) = llm.generate("Once upon a time", params)
     assert len(launched) == 1
     assert whole.timings.decode_steps == len(whole.token_ids) - 1

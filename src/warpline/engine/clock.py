@@ -10,43 +10,47 @@ import torch
 
 
 class Clock:
-    """A turn from its first launch to its last token, as the host sees it. Only where prompts and steps share a turn on
-    a GPU its own clock has to tell them apart: every question to the driver delays the next launch."""
+    """A turn from its first launch to its last token, as the host sees it. A GPU's own clock is asked only where
+    prompts and steps share a turn, or where a reader may keep the host from looking in time: every question to the
+    driver delays the next launch."""
 
-    def __init__(self, *, cuda: bool, prompts: bool, steps: bool):
-        self._begun, self._prompts = time.perf_counter(), prompts
-        self._both, self._cuda, self._steps = prompts and steps, cuda, steps
+    def __init__(self, *, cuda: bool, prompts: bool, steps: bool, followed: bool):
+        self._prompts, self._both = prompts, prompts and steps
+        self._events = cuda and (self._both or followed)
         self._marks: list[Any] = []
-        self._ended = 0.0
+        self.ended = 0.0  # when the host had its tokens
+        self._note()
 
-    def mark(self) -> None:
-        """Prompts are done, and again: steps are."""
-        if self._both:
-            self._marks.append(self._event() if self._cuda else time.perf_counter())
-
-    @staticmethod
-    def _event() -> torch.cuda.Event:
+    def _note(self) -> None:
+        if not self._events:
+            self._marks.append(time.perf_counter())
+            return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        self._marks.append(event)
+
+    def mark(self) -> None:
+        """Prompts are done, or steps are."""
+        self._note()
 
     def landed(self) -> None:
         """The host knows the tokens."""
-        self._ended = time.perf_counter()
-
-    @property
-    def ended(self) -> float:
-        """When the host had its tokens."""
-        return self._ended
+        self.ended = time.perf_counter()
 
     def seconds(self) -> tuple[float, float]:
         """Of prompts and of steps."""
-        whole = self._ended - self._begun
-        if not self._both:
-            return (whole, 0.0) if self._prompts else (0.0, whole)
-        first, last = self._marks
-        steps = first.elapsed_time(last) / 1e3 if self._cuda else last - first
-        return whole - steps, steps
+        begun, prompted, *stepped = self._marks
+        last = stepped[0] if stepped else prompted
+        if self._events:
+            return _between(begun, prompted), _between(prompted, last)
+        if self._both:  # on a CPU, which computes on the way
+            return prompted - begun, self.ended - prompted
+        whole = self.ended - begun
+        return (whole, 0.0) if self._prompts else (0.0, whole)
+
+
+def _between(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+    return float(first.elapsed_time(last)) / 1e3
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}

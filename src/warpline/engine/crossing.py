@@ -6,6 +6,7 @@ On a GPU kernels do the rest, or torch where nothing can be compiled; on a CPU n
 from __future__ import annotations
 
 import itertools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,9 @@ class Crossing(ABC):
         self._of = slots_logprobs(slots)
         self._lanes = torch.full((-(-(slots.count + 1) // 64) * 64,), slots.parking, device=slots.device)
         self.progress = Progress()
-        self._table, self._selected = Staging(self._lanes, self.progress), tuple[int, ...]()
+        self._tables = [Staging(self._lanes, self.progress) for _ in range(2)]  # a turn may select twice
+        self._selected: tuple[int, ...] = ()
+        self._used = 0  # entries of the table that may not be parked
 
     @abstractmethod
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
@@ -134,10 +137,12 @@ class Crossing(ABC):
         parked."""
         chosen = tuple(lanes)
         if chosen != self._selected:
-            used, table = max(len(chosen), len(self._selected)), self._table.ready()
-            table[: len(chosen)], table[len(chosen) : used] = chosen, self._parking
-            self._table.send(used)
-            self._selected = chosen
+            self._tables.reverse()
+            table, known = self._tables[0].ready(), self._used
+            table[: len(chosen)], table[len(chosen) : known] = chosen, self._parking
+            self._selected, self._used = (), max(known, len(chosen))  # until it has been sent
+            self._tables[0].send(self._used)
+            self._selected, self._used = chosen, len(chosen)
         return self._lanes[:rows]
 
     @abstractmethod
@@ -151,8 +156,6 @@ class Crossing(ABC):
 
 def slots_logprobs(slots: Slots) -> Callable[[], list[Tensor]]:
     """The buffers as they are when asked for: they may grow. Knows the slots weakly, which know the crossing."""
-    import weakref
-
     known = weakref.ref(slots)
 
     def buffers() -> list[Tensor]:
@@ -224,7 +227,7 @@ class TorchCrossing(Crossing):
         flags = self._flags[1, index] * DONE + self._flags[2, index] * BROKEN + (self._fault != 0) * FAULT
         self._whole[5, index] = reported + count
         packed = torch.cat([count[:, None], flags[:, None], tokens], dim=1)
-        return Report(packed, self._kept_logprobs(wanting))
+        return Report(packed, self._kept_logprobs(wanting), None, self.progress)
 
     def _sent(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -7,6 +7,7 @@ loop; the others wait until it has something for them, or take over when it has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -21,7 +22,7 @@ from warpline.engine.clock import Clock, shared_stream
 from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News, Report
 from warpline.engine.executors.base import Executor
 from warpline.engine.request import Needs, needs_of
-from warpline.engine.scheduler import Scheduler, Sequence, Turn
+from warpline.engine.scheduler import Copy, Scheduler, Sequence, Turn
 from warpline.engine.slots import Slots
 from warpline.engine.text import Timings
 from warpline.errors import DeviceError, ModelError, WarplineError
@@ -120,7 +121,8 @@ class Engine:
                 job.finish_reason = job.finish_reason or "cancelled"
         if self._lead.acquire(blocking=False):
             try:
-                self._sweep()  # what is under way may write to such a slot; the next admission comes behind it
+                with self._on_stream():
+                    self._sweep()  # what is under way may write to such a slot; the next admission comes behind it
                 if not (self.scheduler.waiting or self.scheduler.running):
                     self._flight, self._landed, self._idle_since = None, [], None
             finally:
@@ -129,10 +131,14 @@ class Engine:
 
     def close(self) -> None:
         """Finish what is under way and give the slots back."""
-        self.run(lambda: self.idle)
-        if self._cuda:
-            torch.cuda.synchronize(self.executor.device)
-        self._slots = None
+        while True:
+            self.run(lambda: self.idle)
+            with self._lead:
+                if self.idle:  # nothing has come since
+                    if self._cuda:
+                        torch.cuda.synchronize(self.executor.device)
+                    self._slots = None
+                    return
 
     @property
     def idle(self) -> bool:
@@ -217,7 +223,9 @@ class Engine:
         if turn is None:
             return None
         with executor.on_device():
-            clock = Clock(cuda=self._cuda, prompts=bool(turn.first or turn.second), steps=turn.steps > 0)
+            followed = any(s.followed for s in turn.reported)  # its reader may keep the host from looking in time
+            prompts = bool(turn.first or turn.second)
+            clock = Clock(cuda=self._cuda, prompts=prompts, steps=turn.steps > 0, followed=followed)
             if turn.admitted:
                 taken = slots.admit([s.request for s in turn.admitted])
                 for sequence, slot in zip(turn.admitted, taken, strict=True):
@@ -229,17 +237,24 @@ class Engine:
                 if lanes:
                     executor.compile_ahead(slots, lanes)
                 executor.prefill(slots, turn.spans(turn.first))
-            for copy in turn.copies:
-                slots.copy(copy.source.slot, [target.slot for target in copy.targets], copy.length)
+            self._copy(slots, turn.copies)
             if turn.second:
                 executor.prefill(slots, turn.spans(turn.second))
+            self._copy(slots, turn.late)
             clock.mark()
             if turn.steps:
                 executor.decode(slots, lanes, turn.steps)
                 clock.mark()
             reported = [s for s in turn.reported if isinstance(s, Job)]
             report = slots.report([s.slot for s in reported], turn.steps + 1)
+            if not self._cuda:
+                clock.landed()  # it was computed on the way
         return _Flight(turn, reported, report, clock)
+
+    @staticmethod
+    def _copy(slots: Slots, copies: list[Copy]) -> None:
+        for copy in copies:
+            slots.copy(copy.source.slot, [target.slot for target in copy.targets], copy.length)
 
     def _wasteful(self, running: list[Sequence]) -> bool:
         """Whether steps could be taken behind the end of every sequence."""
@@ -253,13 +268,16 @@ class Engine:
     def _land(self, flight: _Flight) -> None:
         """Wait for a turn, and learn which sequences have ended. The device is idle meanwhile: this must be short."""
         news = flight.report.wait()
-        flight.clock.landed()
+        if self._cuda:
+            flight.clock.landed()
         if (news.flags & FAULT).any():
             self._allocated().fault.zero_()
             raise self.executor.fault() or DeviceError("a launch ended itself")
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
             if job.ended:  # stopped by the host, or cancelled, while this turn was under way
+                if flags[i] & BROKEN:
+                    self._allocated().erase(job.slot)
                 continue
             before = job.length or job.prompt
             lengths.append(before)
@@ -288,7 +306,7 @@ class Engine:
         stats.steps += steps
         stats.lane_steps += steps * len(turn.running)
         served = [*flight.lanes, *(s for s, *_ in (*turn.first, *turn.second) if isinstance(s, Job))]
-        for timings in {id(s.timings): s.timings for s in served if s.timings is not None}.values():
+        for timings in {id(s.timings): s.timings for s in served if s.timings and not s.finished}.values():
             timings.prefill_seconds += prefill
             if steps:
                 timings.decode_seconds += decode
@@ -311,11 +329,11 @@ class Engine:
 
     def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:
         first = job.prompt + len(job.tokens)
-        job.tokens += tokens
-        if logprobs is not None:
+        if logprobs is not None:  # before the tokens, so that there is one for each of them at any time
             for at in range(first, first + len(tokens)):
-                found = float(logprobs.logprob[at]), logprobs.top_logprob[at], logprobs.top_token[at]
+                found = float(logprobs.logprob[at]), logprobs.top_logprob[at].copy(), logprobs.top_token[at].copy()
                 job.logprobs.append(found)
+        job.tokens += tokens
         cut = job.receive(tokens) if job.receive is not None and tokens else None
         if cut is not None:
             del job.tokens[cut:], job.logprobs[cut:]
@@ -324,22 +342,27 @@ class Engine:
             eos = None if job.request.params.ignore_eos else self.executor.config.eos_token_id
             job.finish_reason = "stop" if job.tokens[-1] == eos else "length"
         self.stats.tokens += len(tokens)
-        job.finished = ended
+        if ended:  # else it may have been cancelled meanwhile
+            job.finished = True
 
     def _abandon(self, error: BaseException) -> None:
-        """What was under way is lost, and says so; what waits is not."""
+        """What was under way is lost, and says so; what waits is not, unless there is nothing to wait for."""
         self._flight, self._idle_since = None, None
         landed, self._landed = self._landed, []
-        lost = [s for s in self.scheduler.running if isinstance(s, Job)] + [job for job, *_ in landed]
+        lost = [job for job, *_ in landed] + [s for s in self.scheduler.running if isinstance(s, Job)]
+        if self._slots is None:
+            lost += [s for s in self.scheduler.waiting if isinstance(s, Job)]
+        interrupted = DeviceError(f"the engine was interrupted: {str(error) or type(error).__name__}")
         for job in lost:
             job.ended = True
             if not job.finished:
-                interrupted = DeviceError(f"the engine was interrupted: {str(error) or type(error).__name__}")
                 job.error = error if isinstance(error, WarplineError) else interrupted
                 job.finished = True
-            if job.notify is not None:
-                job.notify()
         self._sweep()
+        for job in lost:
+            if job.notify is not None:
+                with contextlib.suppress(Exception):  # the error is on its way; others must hear of it too
+                    job.notify()
 
 
 def _told(error: BaseException, what: str) -> BaseException:

@@ -22,7 +22,7 @@ class Handle:
     """
 
     def __init__(self, engine: Engine, job: Job, text: Text, complete: Callable[[Job], Completion]):
-        self._engine, self._stream, self._text, self._complete = engine, job, text, complete
+        self._engine, self._job, self._text, self._complete = engine, job, text, complete
         self._completion: Completion | None = None
         self._arrived = threading.Condition()
         self._listeners: list[Callable[[], object]] = []
@@ -30,22 +30,22 @@ class Handle:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens so far."""
-        return tuple(self._stream.tokens)
+        return tuple(self._job.tokens)
 
     @property
     def finished(self) -> bool:
         """Whether nothing more comes."""
-        return self._stream.finished
+        return self._job.finished
 
     def cancel(self) -> None:
         """Call it off. Its slot is free within a turn; what has come so far stays, with "cancelled" for a reason."""
-        self._engine.cancel([self._stream])
+        self._engine.cancel([self._job])
         self.told()
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the whole."""
         with self._arrived:
-            if not self._arrived.wait_for(lambda: self._stream.finished, timeout):
+            if not self._arrived.wait_for(lambda: self._job.finished, timeout):
                 raise TimeoutError(f"no result within {timeout:g} s")
         return self._made()
 
@@ -79,8 +79,9 @@ class Handle:
                 if not self._has_news():
                     await arrived.wait()
         finally:
-            self._listeners.remove(wake)
-            if not self._stream.finished:  # the reader has gone
+            if wake in self._listeners:
+                self._listeners.remove(wake)
+            if not self._job.finished:  # the reader has gone
                 self.cancel()
 
     def told(self) -> None:
@@ -88,23 +89,26 @@ class Handle:
         with self._arrived:
             self._arrived.notify_all()
         for listener in list(self._listeners):
-            listener()
+            try:
+                listener()
+            except RuntimeError:  # its event loop is closed: nothing listens there any more
+                self._listeners.remove(listener)
 
     def _has_news(self) -> bool:
-        return self._stream.finished or self._text.has_more
+        return self._job.finished or self._text.has_more
 
     def _piece(self) -> tuple[bool, str]:
         """Whether nothing more comes, asked first, and the text that is there."""
-        ended = self._stream.finished
+        ended = self._job.finished
         if ended:
             self._made()
         return ended, self._text.release(ended=ended)
 
     def _made(self) -> Completion:
-        if self._stream.error is not None:
-            raise self._stream.error
+        if self._job.error is not None:
+            raise self._job.error
         if self._completion is None:
-            self._completion = self._complete(self._stream)
+            self._completion = self._complete(self._job)
         return self._completion
 
 
@@ -118,11 +122,14 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def require_open(self) -> None:
+        """Refuse what comes too late."""
+        if self._closed:
+            raise ConfigError("this LLM is closed: make a new one")
+
     def wake(self) -> None:
         """There is something to do."""
         with self._lock:
-            if self._closed:
-                raise ConfigError("this LLM is closed: make a new one")
             self._work.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="warpline-engine", daemon=True)

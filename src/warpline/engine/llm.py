@@ -68,7 +68,7 @@ class LLM:
             device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads
         )
         one_of(asked.executor, executors.EXECUTORS, "executor")
-        torch_device = torch.device(_torch_device(asked.device))
+        torch_device = _torch_device(asked.device)
         if asked.threads is not None:
             torch.set_num_threads(asked.threads)
         config = weights.read_config(model)
@@ -140,11 +140,13 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt; iterate over the result for pieces of text as they come."""
+        self._worker.require_open()
         return Stream(self, *self._followed(prompt, params))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
         """Begin to complete one prompt and return at once."""
         job, text, given = self._followed(prompt, params)
+        self._worker.require_open()
         handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text))
         job.notify = handle.told
         self.engine.submit([job])
@@ -170,6 +172,7 @@ class LLM:
 
     def _run(self, jobs: list[Job]) -> None:
         """Drive the engine until these are finished."""
+        self._worker.require_open()
         self.engine.submit(jobs)
         waiting = list(jobs)
 
@@ -180,9 +183,8 @@ class LLM:
 
         try:
             self.engine.run(done)
-        except BaseException:
-            self.engine.cancel(jobs)
-            raise
+        finally:
+            self.engine.cancel(jobs)  # what a stop text has ended may be under way again
         for job in jobs:
             if job.error is not None:
                 raise job.error
@@ -297,7 +299,7 @@ class LLM:
 
     @staticmethod
     def _logprobs(job: Job, count: int) -> Iterator[TokenLogprob]:
-        for token, (logprob, values, tokens) in zip(job.tokens, job.logprobs, strict=True):
+        for token, (logprob, values, tokens) in zip(job.tokens, job.logprobs, strict=False):  # more may be coming
             top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
             yield TokenLogprob(token_id=token, logprob=logprob, top=tuple(top))
 
@@ -353,10 +355,12 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     return list(params)
 
 
-def _torch_device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _torch_device(device: str) -> torch.device:
+    """With its number, so that all engines on a GPU know that they are."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    hardware.describe(device)  # refuses what is not there
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def _dtype(asked: str, device: hardware.Device, stored: str | None) -> str:

@@ -13,23 +13,34 @@ LEAST_PREFIX = 64
 
 
 def share_prefixes(sequences: Iterable[Sequence]) -> None:
-    """Mark prompts of one call that begin alike, so that what they share is run once: the prompt of several
-    completions, and what prompts have in common if that is long enough."""
+    """Mark prompts of one call that begin alike, so that what they share is run once: equal prompts, such as those of
+    several completions, and of the others what they have in common if that is long enough."""
+    different = []
+    for group in _grouped(sequences, None):
+        if len(group) > 1 and group[0].prompt > 1:
+            _share(group, group[0].prompt - 1, whole=True)
+        if group[0].prompt > LEAST_PREFIX:
+            different.append(group)
+    for groups in _grouped((group[0] for group in different), LEAST_PREFIX):
+        if len(groups) > 1:
+            prompts = [np.asarray(first.request.prompt, np.int64) for first in groups]
+            common = min(_common(prompts[0], other) for other in prompts)
+            members = [s for group in different if group[0] in groups for s in group]
+            _share(members, min(common, *(len(prompt) - 1 for prompt in prompts)), whole=False)
+
+
+def _grouped(sequences: Iterable[Sequence], tokens: int | None) -> list[list[Sequence]]:
+    """By the first tokens of their prompts, or by all."""
     groups: dict[bytes, list[Sequence]] = {}
-    sequences = [s for s in sequences if s.prompt > LEAST_PREFIX or s.request.params.n > 1]
     for sequence in sequences:
-        groups.setdefault(np.asarray(sequence.request.prompt[:LEAST_PREFIX], np.int64).tobytes(), []).append(sequence)
-    for group in groups.values():
-        if len(group) < 2 or group[0].prompt < 2:
-            continue
-        prompts = [np.asarray(sequence.request.prompt, np.int64) for sequence in group]
-        shared = min(_common(prompts[0], other) for other in prompts)
-        whole = all(len(prompt) == shared for prompt in prompts)
-        length = min(shared, *(len(prompt) - 1 for prompt in prompts))
-        if whole or length >= LEAST_PREFIX:
-            prefix = Prefix(length, whole)
-            for sequence in group:
-                sequence.prefix = prefix
+        groups.setdefault(np.asarray(sequence.request.prompt[:tokens], np.int64).tobytes(), []).append(sequence)
+    return list(groups.values())
+
+
+def _share(group: list[Sequence], length: int, *, whole: bool) -> None:
+    prefix = Prefix(length, whole)
+    for sequence in group:
+        sequence.prefixes.append(prefix)
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

@@ -31,7 +31,7 @@ class Sequence:
     """A request on its way: what the host knows of it."""
 
     request: Request
-    prefix: Prefix | None = None
+    prefixes: list[Prefix] = field(default_factory=list)  # that it has, the longest first
     followed: bool = False  # whether its tokens are wanted as they come
     slot: int = -1  # where it runs
     filled: int = 0  # positions of its prompt that are in the cache, or will be by the time anything reads them
@@ -64,12 +64,13 @@ class Copy:
 
 @dataclass(slots=True)
 class Turn:
-    """What is launched together: admit; run the first spans, copy, run the second; then decode."""
+    """What is launched together: admit; run the first spans, copy, run the second, copy again; then decode."""
 
     admitted: list[Sequence] = field(default_factory=list)
     first: list[Part] = field(default_factory=list)  # sequence, start, end
     copies: list[Copy] = field(default_factory=list)
     second: list[Part] = field(default_factory=list)
+    late: list[Copy] = field(default_factory=list)
     twins: dict[int, list[Sequence]] = field(default_factory=dict)  # by id: those with the same prompt to the end
     running: list[Sequence] = field(default_factory=list)  # those that decode
     steps: int = 0
@@ -109,8 +110,9 @@ class Scheduler:
         if gone:
             self.running = [s for s in self.running if not s.ended]
         for sequence in gone:
-            if sequence.prefix is not None and sequence in sequence.prefix.holders:
-                sequence.prefix.holders.remove(sequence)
+            for prefix in sequence.prefixes:
+                if sequence in prefix.holders:
+                    prefix.holders.remove(sequence)
         return gone
 
     def plan(self, wasteful: Callable[[list[Sequence]], bool]) -> Turn | None:
@@ -135,31 +137,32 @@ class Scheduler:
 
     def _admit(self, turn: Turn, sequence: Sequence, budget: int) -> int | None:
         """Rows that it adds to the turn; None if it has to wait for another to have run their prefix."""
-        prefix, target = sequence.prefix, turn.first
-        if prefix is not None and prefix.holders:
+        target, prefix = turn.first, next((p for p in sequence.prefixes if p.holders), None)
+        if prefix is not None:
             holder = prefix.holders[0]
-            if prefix.whole and any(holder is s and end == s.prompt for s, _, end in turn.first):
-                turn.twins.setdefault(id(holder), []).append(sequence)
-                turn.admitted.append(sequence)
-                self._copied(turn, holder, sequence, sequence.prompt)
-                return 0
-            if holder.filled < prefix.length:
+            for parts, copies in ((turn.first, turn.copies), (turn.second, turn.late)):
+                if prefix.whole and any(holder is s and end == s.prompt for s, _, end in parts):
+                    turn.twins.setdefault(id(holder), []).append(sequence)
+                    turn.admitted.append(sequence)
+                    self._copied(copies, holder, sequence, sequence.prompt)
+                    return 0
+            if holder.filled < prefix.length or any(holder is s for s, _, _ in turn.second):
                 return None
-            self._copied(turn, holder, sequence, prefix.length)
+            self._copied(turn.copies, holder, sequence, prefix.length)
             target = turn.second
         turn.admitted.append(sequence)
-        if prefix is not None:
+        for prefix in sequence.prefixes:
             prefix.holders.append(sequence)
         return self._run_prompt(target, sequence, budget)
 
     @staticmethod
-    def _copied(turn: Turn, source: Sequence, target: Sequence, length: int) -> None:
+    def _copied(copies: list[Copy], source: Sequence, target: Sequence, length: int) -> None:
         target.filled = length
-        for copy in turn.copies:
+        for copy in copies:
             if copy.source is source and copy.length == length:
                 copy.targets.append(target)
                 return
-        turn.copies.append(Copy(source, [target], length))
+        copies.append(Copy(source, [target], length))
 
     @staticmethod
     def _run_prompt(spans: list[Part], sequence: Sequence, budget: int) -> int:

@@ -12,6 +12,7 @@ seed, prompt and sample number alone, so a sequence draws the same in any compan
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,7 +86,7 @@ class Slots:
         self.logprob: Tensor | None = None  # [slots, capacity]; allocated when they are first asked for
         self.top_logprob: Tensor | None = None  # [slots, capacity, K]
         self.top_token: Tensor | None = None
-        self._free = list(range(count - 1, -1, -1))  # the lowest first
+        self._free = list(range(count))  # a heap: the lowest first
         self._requests: list[Request | None] = [None] * rows
         self._needs = [Needs()] * rows
         #: How requests get in and tokens out: by kernels of ours, or by torch.
@@ -116,10 +117,15 @@ class Slots:
         needs = [needs_of(request.params, vocab) for request in requests]
         self._room_for_logprobs(max((n.logprobs for n in needs if n.logprobs is not None), default=None))
         made = admission(requests, vocab)
-        slots = [self._free.pop() for _ in requests]
+        slots = [heapq.heappop(self._free) for _ in requests]
         for slot, request, need in zip(slots, requests, needs, strict=True):
             self._requests[slot], self._needs[slot] = request, need
-        self.crossing.admit(slots, made)
+        try:
+            self.crossing.admit(slots, made)
+        except BaseException:
+            for slot in slots:
+                self.release(slot)
+            raise
         return slots
 
     def report(self, lanes: Sequence[int], most: int) -> Report:
@@ -130,7 +136,7 @@ class Slots:
         """The sequence is over: its slot is free, though launches under way may still write to it."""
         assert self._requests[slot] is not None, f"slot {slot} was released twice"
         self._requests[slot] = None
-        self._free.append(slot)
+        heapq.heappush(self._free, slot)
 
     def erase(self, slot: int) -> None:
         """What is no number in a slot's cache would reach the next sequence through torch's attention, which multiplies
@@ -140,7 +146,7 @@ class Slots:
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Have the first positions of a slot's cache in others as well."""
-        index = torch.tensor(targets, device=self.device)
+        index = torch.tensor(targets, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
         for cache in (self.cache.k, self.cache.v):  # [layer, slot, head, position, depth]
             cache[:, index, :, :length] = cache[:, source : source + 1, :, :length]
 

@@ -58,7 +58,7 @@ class Completion:
     """One generated text, to be read. What takes time to make is made when it is asked for."""
 
     token_ids: tuple[int, ...]
-    #: "stop" (end of text or a stop text) or "length".
+    #: "stop" (end of text or a stop text), "length" or "cancelled".
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] | None
     seed: int
@@ -108,15 +108,17 @@ class Text:
         if not self._stops:
             self.text += self._decoder.extend(ids)
             return None
+        text = self.text  # which others may read: they must not see a stop text
         safe = max(0, min(len(ids), self._min_tokens - 1 - len(self._ids)))
         if safe:
-            self.text += self._decoder.extend(ids[:safe])
-            self._searchable = len(self.text)
-        begin = max(self._searchable, len(self.text) - self._longest + 1)
-        self.text += self._decoder.extend(ids[safe:])
+            text += self._decoder.extend(ids[:safe])
+            self._searchable = len(text)
+        begin = max(self._searchable, len(text) - self._longest + 1)
+        text += self._decoder.extend(ids[safe:])
         self._ids += ids
-        if any(self.text.find(stop, begin) >= 0 for stop in self._stops):
+        if any(text.find(stop, begin) >= 0 for stop in self._stops):
             return self._cut()
+        self.text = text
         return None
 
     def _cut(self) -> int:

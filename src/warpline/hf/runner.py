@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ MOST_SEQUENCES = 64
 
 
 class Runner:
-    """An engine over a model's weights, kept for the next call. Its work follows what torch does on its own job,
+    """An engine over a model's weights, kept for the next call. Its work follows what torch does on its own stream,
     where the model's parameters may be changed."""
 
     def __init__(self, model: Any, eos: int | None):
@@ -34,6 +35,7 @@ class Runner:
             self.executor = executors.create(name, self.taken.weights, self.device, self.dtype)
         self._watch = Watch(walk(model))
         self._engine: Engine | None = None
+        self._lock = threading.Lock()
 
     @property
     def described(self) -> str:
@@ -53,9 +55,11 @@ class Runner:
     def run(self, requests: Sequence[Request], still: Callable[[], bool] = lambda: True) -> list[list[int]] | None:
         """The new tokens of every request; None if they are worth nothing, which `still` may find out while the GPU
         is busy with them."""
-        engine, jobs, fits = self._fitting(requests), [Job(request) for request in requests], [True]
+        jobs, fits = [Job(request) for request in requests], [True]
         share_prefixes(jobs)
-        engine.submit(jobs)
+        with self._lock:  # an engine that is too small is not replaced between the two
+            engine = self._fitting(requests)
+            engine.submit(jobs)
 
         def launched() -> None:
             fits[0] = still()

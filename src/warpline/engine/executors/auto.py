@@ -4,12 +4,13 @@ many are, and prompts as both do them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from warpline.engine.executors.base import Executor
+from warpline.engine.executors.base import Executor, Mark
 from warpline.engine.executors.graph.executor import GraphExecutor
 from warpline.engine.executors.graph.schedule import Step
 from warpline.engine.executors.persistent.executor import PersistentExecutor
@@ -25,7 +26,7 @@ class AutoExecutor(Executor):
     """Chooses by the number of lanes, and says once what it has to choose from."""
 
     name = "auto"
-    chunk, most_steps = 32, 256
+    chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True
 
@@ -86,6 +87,13 @@ class AutoExecutor(Executor):
     def table(self, phase: str) -> list[Step] | None:
         """Of the graph executor, whose prompts both share."""
         return self._graph.table(phase)
+
+    @contextmanager
+    def trace(self, mark: Mark) -> Iterator[None]:
+        """As what decodes marks its steps."""
+        other = nullcontext() if self._persistent is None else self._persistent.trace(mark)
+        with super().trace(mark), self._graph.trace(mark), other:
+            yield
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """As what would decode."""

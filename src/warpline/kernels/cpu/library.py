@@ -10,6 +10,7 @@ import functools
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class Build:
     def __init__(self, *names: str):
         self._path = cache_dir() / "cpu" / f"{'-'.join(names)}-{machine.key()}.o"
         self._compiler: subprocess.Popen[bytes] | None = None
+        self._loading = threading.Lock()
         if (code := machine.kept(self._path)) is not None:
             self._function = machine.loaded(code)
             return
@@ -65,17 +67,22 @@ class Build:
     def function(self) -> Callable[[int, int], None]:
         """Takes a thread's number and the address of `words`; waited for if it must be."""
         if self._compiler is not None:
-            if self._compiler.returncode:  # waited for before, in vain
-                raise KernelError("compiling for this CPU failed: use --executor torch")
-            code = self._wait(self._compiler)
-            self._function, self._compiler = machine.loaded(code), None
-            if machine.kept(self._path) is None:
-                logger.warning(
-                    "compiled code cannot be kept in %s, so every start compiles again: set WARPLINE_CACHE_DIR to a "
-                    "folder that can be written to",
-                    self._path.parent,
-                )
+            with self._loading:  # the engines of several threads share a program
+                if self._compiler is not None:
+                    self._load(self._compiler)
         return self._function
+
+    def _load(self, compiler: subprocess.Popen[bytes]) -> None:
+        if compiler.returncode:  # waited for before, in vain
+            raise KernelError("compiling for this CPU failed: use --executor torch")
+        code = self._wait(compiler)
+        self._function, self._compiler = machine.loaded(code), None
+        if machine.kept(self._path) is None:
+            logger.warning(
+                "compiled code cannot be kept in %s, so every start compiles again: set WARPLINE_CACHE_DIR to a "
+                "folder that can be written to",
+                self._path.parent,
+            )
 
     def _wait(self, compiler: subprocess.Popen[bytes]) -> bytes:
         assert compiler.stderr is not None

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -69,11 +70,16 @@ def keep(path: Path, code: bytes) -> None:
     partial.replace(path)
 
 
+#: LLVM's objects are one thread's at a time.
+_LLVM = threading.Lock()
+
+
 def loaded(code: bytes) -> Callable[[int, int], None]:
     """The function in an object file. It runs without Python's lock, and keeps its memory."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
-    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
-    engine.finalize_object()
+    with _LLVM:
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+        engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+        engine.finalize_object()
     function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(engine.get_function_address(ENTRY))
     function.engine = engine  # type: ignore[attr-defined]
     return function

@@ -27,7 +27,7 @@ class GraphExecutor(KernelsExecutor):
         if device.type != "cuda":
             raise DeviceError("the graph executor runs on a CUDA GPU: use --executor cpu here")
         super().__init__(weights, device, dtype)
-        self.chunk, self.most_steps = 32, 256
+        self.chunk, self.most_steps = 32, 128
 
     def _rows(self, lanes: int) -> int:
         return next((n for n in LANES if n >= lanes), -(-lanes // LANES[-1]) * LANES[-1])

@@ -37,7 +37,7 @@ class PersistentExecutor(Executor):
     """Weights on a tape. What its launches exchange belongs to the instance, so several may be at work."""
 
     name = "persistent"
-    chunk, most_steps = 32, 256
+    chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True
 
