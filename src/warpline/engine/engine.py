@@ -207,7 +207,7 @@ class Engine:
 
     def _allocated(self) -> Slots:
         if self._slots is None:
-            what = f"a KV cache of {self.count} × {self.capacity} positions (--max-batch makes it smaller)"
+            what = f"a KV cache of {self.count} × {self.capacity} positions (max_batch makes it smaller)"
             with explained_memory(what), torch.inference_mode(False):
                 self._slots = self.executor.allocate(self.count, self.capacity)
             if self._stream is not None:

@@ -90,7 +90,7 @@ class LLM:
         window: int | None = None,
     ) -> LLM:
         """One over weights that are loaded already."""
-        made = cls.__new__(cls)
+        made, device = cls.__new__(cls), _numbered(device)
         chosen = executors.choose(executor, device, loaded.config, dtype)
         made._assemble(loaded.name, loaded, device, dtype, chosen, EngineConfig(max_batch=max_batch, window=window))
         return made
@@ -360,7 +360,13 @@ def _torch_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware.describe(device)  # refuses what is not there
-    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    return _numbered(torch.device(device))
+
+
+def _numbered(device: torch.device) -> torch.device:
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _dtype(asked: str, device: hardware.Device, stored: str | None) -> str:
