@@ -22,6 +22,7 @@ from warpline.bench.process import measure_process
 from warpline.bench.protocol import Sample, collect, interleave
 from warpline.bench.run import Bench
 from warpline.bench.workloads import Settings
+from warpline.errors import ConfigError
 from warpline.model.weights import load
 
 
@@ -82,12 +83,17 @@ def test_wrong_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         def generate(self, prompts: torch.Tensor, new: int) -> torch.Tensor:
             raise RuntimeError("no luck\nat all")
 
-    chosen: dict[str, type[Method]] = {"naive": Naive, "torch": Liar, "hf-sdpa": Broken}
+    class Refused(Naive):
+        def generate(self, prompts: torch.Tensor, new: int) -> torch.Tensor:
+            raise ConfigError("up to 8 sequences, not 64")
+
+    chosen: dict[str, type[Method]] = {"naive": Naive, "torch": Liar, "hf-sdpa": Broken, "static-kv": Refused}
     monkeypatch.setattr(methods, "find", chosen.__getitem__)
     bench = Bench(Settings("cpu", repetitions=3))
     (rows,) = bench.run([case()], list(chosen), lambda _: None)
     found = {row["method"]: row for row in rows}
-    assert [row["status"] for row in found.values()] == ["ok", "wrong", "failed"]
+    assert [row["status"] for row in found.values()] == ["ok", "wrong", "failed", "impossible"]
+    assert found["static-kv"]["why"] == "up to 8 sequences, not 64"
     assert "seconds" not in found["torch"]
     assert found["hf-sdpa"]["why"] == "RuntimeError: no luck"
 

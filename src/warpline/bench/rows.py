@@ -23,6 +23,8 @@ FAILURES = (RuntimeError, ImportError, ValueError, TypeError, WarplineError)
 def failed(error: Exception) -> dict[str, Any]:
     """What the row of a method that raised this says."""
     lines = str(error).splitlines() or [""]
+    if isinstance(error, ConfigError):  # refused, not broken
+        return {"status": "impossible", "why": lines[0][:200]}
     return {"status": "failed", "why": f"{type(error).__name__}: {lines[0][:200]}"}
 
 
