@@ -160,6 +160,27 @@ def test_a_cancelled_request_leaves_its_slot_within_a_turn() -> None:
     assert llm.engine.free == 1
 
 
+def test_a_cancel_holds_while_its_tokens_are_taken_in() -> None:
+    """It comes between the turn's end and its text, from another thread as it were."""
+    llm = make("cpu", 1)
+    llm._worker.wake = lambda: None  # type: ignore[method-assign]
+    handle = llm.submit([1, 2], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1))
+    receive = handle._job.receive
+    assert receive is not None
+
+    def cancelled(tokens: list[int]) -> int | None:
+        handle.cancel()
+        return receive(tokens)
+
+    handle._job.receive = cancelled
+    while llm.engine.step():
+        pass
+    found = handle.result(timeout=0)
+    assert found.finish_reason == "cancelled"
+    assert len(found.logprobs or ()) == len(found.token_ids) > 0
+    assert llm.engine.free == 1
+
+
 def test_a_dropped_stream_leaves_nothing() -> None:
     llm = make("cpu", 2)
     for close in (True, False):
