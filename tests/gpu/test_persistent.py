@@ -54,7 +54,7 @@ def run(executor: Executor, asked: list[Request], chunk: int = 1000, slots: Slot
     news = slots.report(lanes, slots.capacity).wait()
     if news.flags.any() and news.flags[0] & FAULT:
         slots.fault.zero_()
-        raise executor.fault() or AssertionError
+        raise executor.fault()
     assert not (news.flags & BROKEN).any()
     for slot in lanes:
         slots.release(slot)

@@ -19,19 +19,16 @@ class Clock:
         self._events = cuda and (self._both or followed)
         self._marks: list[Any] = []
         self.ended = 0.0  # when the host had its tokens
-        self._note()
+        self.mark()
 
-    def _note(self) -> None:
+    def mark(self) -> None:
+        """It begins; prompts are done; steps are."""
         if not self._events:
             self._marks.append(time.perf_counter())
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append(event)
-
-    def mark(self) -> None:
-        """Prompts are done, or steps are."""
-        self._note()
 
     def landed(self) -> None:
         """The host knows the tokens."""

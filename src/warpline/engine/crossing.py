@@ -5,8 +5,8 @@ On a GPU kernels do the rest, or torch where nothing can be compiled; on a CPU n
 
 from __future__ import annotations
 
-import itertools
-import weakref
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -118,10 +118,10 @@ class Crossing(ABC):
     """Into and out of one `Slots`."""
 
     def __init__(self, slots: Slots):
-        self._tokens, self._noise = slots.tokens, slots.noise
-        self._whole, self._numbers, self._flags, self._fault = slots.whole, slots.numbers, slots.flags, slots.fault
+        self._tokens, self._noise, self._fault = slots.tokens, slots.noise, slots.fault
+        self._whole, self._numbers, self._flags = slots.whole, slots.numbers, slots.flags
+        self._length, self._reported, self._done, self._broken = slots.length, slots.reported, slots.done, slots.broken
         self._device, self._parking, self._pinned = slots.device, slots.parking, slots.device.type == "cuda"
-        self._of = slots_logprobs(slots)
         self._lanes = torch.full((-(-(slots.count + 1) // 64) * 64,), slots.parking, device=slots.device)
         self.progress = Progress()
         self._tables = [Staging(self._lanes, self.progress) for _ in range(2)]  # a turn may select twice
@@ -146,24 +146,8 @@ class Crossing(ABC):
         return self._lanes[:rows]
 
     @abstractmethod
-    def report(self, lanes: Sequence[int], most: int, wanting: Sequence[int]) -> Report:
-        """What these slots have got since the last report; `wanting` of them have log-probabilities."""
-
-    def _kept_logprobs(self, wanting: Sequence[int]) -> dict[int, tuple[Tensor, ...]]:
-        """Copies, because what follows goes on writing."""
-        return {slot: tuple(buffer[slot].clone() for buffer in self._of()) for slot in wanting}
-
-
-def slots_logprobs(slots: Slots) -> Callable[[], list[Tensor]]:
-    """The buffers as they are when asked for: they may grow. Knows the slots weakly, which know the crossing."""
-    known = weakref.ref(slots)
-
-    def buffers() -> list[Tensor]:
-        found = known()
-        assert found is not None
-        return [b for b in (found.logprob, found.top_logprob, found.top_token) if b is not None]
-
-    return buffers
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
+        """What these slots have got since the last report; `logprobs` travels along."""
 
 
 class HostCrossing(Crossing):
@@ -172,7 +156,7 @@ class HostCrossing(Crossing):
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
         """Straight into the records."""
         whole, numbers, flags = self._whole.numpy(), self._numbers.numpy(), self._flags.numpy()
-        whole[:5, slots], whole[5, slots] = admission.whole.T, admission.whole[:, 0]
+        whole[:-1, slots], whole[-1, slots] = admission.whole.T, admission.whole[:, 0]
         numbers[:, slots] = admission.numbers.T
         flags[0, slots], flags[1:, slots] = admission.flags, False
         tokens, noise = self._tokens.numpy(), self._noise.numpy()
@@ -183,17 +167,18 @@ class HostCrossing(Crossing):
             count = min(int(admission.whole[drawn, 2].max()), noise.shape[1])
             noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn], count)
 
-    def report(self, lanes: Sequence[int], most: int, wanting: Sequence[int]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
         """It is all here."""
-        whole, flags, tokens, index = self._whole.numpy(), self._flags.numpy(), self._tokens.numpy(), list(lanes)
-        reported = whole[5, index]
-        count = np.minimum(whole[0, index] - reported, most)
-        whole[5, index] = reported + count
+        index, tokens, known = list(lanes), self._tokens.numpy(), self._reported.numpy()
+        reported = known[index]
+        count = np.minimum(self._length.numpy()[index] - reported, most)
+        known[index] = reported + count
         packed = np.full((len(index), 2 + most), -1, np.int64)
-        packed[:, 0], packed[:, 1] = count, flags[1, index] * DONE + flags[2, index] * BROKEN
+        packed[:, 0] = count
+        packed[:, 1] = self._done.numpy()[index] * DONE + self._broken.numpy()[index] * BROKEN
         for row, slot, first, n in zip(packed, index, reported.tolist(), count.tolist(), strict=True):
             row[2 : 2 + n] = tokens[slot, first : first + n]
-        return Report(torch.from_numpy(packed), self._kept_logprobs(wanting))
+        return Report(torch.from_numpy(packed), logprobs)
 
 
 class TorchCrossing(Crossing):
@@ -202,8 +187,8 @@ class TorchCrossing(Crossing):
     def admit(self, slots: Sequence[int], admission: Admission) -> None:
         """A few operators for each kind of field."""
         index, width = self._sent(np.array(slots)), max(map(len, admission.given))
-        self._whole[:5, index] = self._sent(admission.whole.T)
-        self._whole[5, index] = self._whole[0, index]
+        self._whole[:-1, index] = self._sent(admission.whole.T)
+        self._reported[index] = self._length[index]
         self._numbers[:, index] = self._sent(admission.numbers.T)
         self._flags[:, index] = False
         self._flags[0, index] = self._sent(admission.flags)
@@ -216,18 +201,18 @@ class TorchCrossing(Crossing):
             count = min(int(admission.whole[drawn, 2].max()), self._noise.shape[1])
             self._noise[index[drawn], :count] = self._sent(noise_keys(admission.stream[drawn], count))
 
-    def report(self, lanes: Sequence[int], most: int, wanting: Sequence[int]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
         """Gathered at once; on a GPU the copy is made when it is waited for."""
         index = self.select(lanes, len(lanes))
-        length, reported = self._whole[0, index], self._whole[5, index]
-        count = (length - reported).clamp(max=most)
+        reported = self._reported[index]
+        count = (self._length[index] - reported).clamp(max=most)
         place = torch.arange(most, device=self._device)
         columns = (reported[:, None] + place).clamp(max=self._tokens.shape[1] - 1)
         tokens = self._tokens[index].gather(1, columns).where(place < count[:, None], -1)
-        flags = self._flags[1, index] * DONE + self._flags[2, index] * BROKEN + (self._fault != 0) * FAULT
-        self._whole[5, index] = reported + count
+        flags = self._done[index] * DONE + self._broken[index] * BROKEN + (self._fault != 0) * FAULT
+        self._reported[index] = reported + count
         packed = torch.cat([count[:, None], flags[:, None], tokens], dim=1)
-        return Report(packed, self._kept_logprobs(wanting), None, self.progress)
+        return Report(packed, logprobs, None, self.progress)
 
     def _sent(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
@@ -239,7 +224,7 @@ class KernelCrossing(Crossing):
     def __init__(self, slots: Slots):
         super().__init__(slots)
         rows = slots.count + 1
-        staged = torch.empty(rows * (73 + 4 * slots.capacity) + 64, dtype=torch.uint8, device=slots.device)
+        staged = torch.empty(_staged(rows, slots.capacity)[-1].end, dtype=torch.uint8, device=slots.device)
         self._staged, self._staging = staged, Staging(staged, self.progress)
         self._admissions: dict[tuple[int, int], tuple[Callable[[], object], list[np.ndarray]]] = {}
         size = rows * (slots.capacity + STEP + 2)
@@ -256,22 +241,26 @@ class KernelCrossing(Crossing):
         width = min(width, self._tokens.shape[1])
         array = self._staging.ready()
         if (bound := self._admissions.get((count, width))) is None:
-            bound = self._admissions[count, width] = self._bind_admission(count, width), _arrays(array, count, width)
+            parts = [array[p.begin : p.end].view(p.kind).reshape(p.shape) for p in _staged(count, width)]
+            bound = self._admissions[count, width] = self._bind_admission(count, width), parts
         launch, (lanes, whole, stream, numbers, given, flags) = bound
         lanes[:], whole[:], stream[:], numbers[:], flags[:] = (
             slots, admission.whole, admission.stream.view(np.int64), admission.numbers, admission.flags,
         )  # fmt: skip
         for row, ids in zip(given, admission.given, strict=True):
             row[: len(ids)] = ids
-        self._staging.send(_ends(count, width)[-1])
+        self._staging.send(_staged(count, width)[-1].end)
         launch()
 
     def _bind_admission(self, count: int, width: int) -> Callable[[], object]:
-        lanes, whole, stream, numbers, given, flags = _tensors(self._staged, count, width)
-        updated = [*self._whole[:5], *self._numbers, *self._flags, self._whole[5], self._tokens, self._noise]
+        lanes, whole, stream, numbers, given, flags = (
+            self._staged[p.begin : p.end].view(torch.from_numpy(np.empty(0, p.kind)).dtype).view(p.shape)
+            for p in _staged(count, width)
+        )
+        updated = [*self._whole[:-1], *self._numbers, *self._flags, self._reported, self._tokens, self._noise]
         return _bound("admit", [lanes, whole, numbers, flags, stream, given, *updated])
 
-    def report(self, lanes: Sequence[int], most: int, wanting: Sequence[int]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
         """Gathered by a kernel, on its way to the host when this returns."""
         width = 2 + min(-(-most // STEP) * STEP, self._tokens.shape[1] + STEP)
         table = self.select(lanes, len(lanes))
@@ -283,18 +272,17 @@ class KernelCrossing(Crossing):
             before.wait()
         packed, landed = self._landing[0][: news.numel()].view(news.shape), self._landed[0]
         packed.copy_(news, non_blocking=True)
-        kept = self._kept_logprobs(wanting)
         if landed is not None:
             landed.record()
-        self._under_way[0] = report = Report(packed, kept, landed, self.progress)
+        self._under_way[0] = report = Report(packed, logprobs, landed, self.progress)
         for pair in (self._landing, self._landed, self._under_way):
             pair.reverse()
         return report
 
     def _bind_report(self, table: Tensor, width: int) -> tuple[Callable[[], object], Tensor]:
         news = self._news[: len(table) * width].view(len(table), width)
-        read = [self._tokens, self._whole[0], self._flags[1], self._flags[2], table, self._fault]
-        return _bound("report", [*read, self._whole[5], news]), news
+        read = [self._tokens, self._length, self._done, self._broken, table, self._fault]
+        return _bound("report", [*read, self._reported, news]), news
 
 
 def _bound(op: str, inputs: list[Tensor]) -> Callable[[], object]:
@@ -306,31 +294,23 @@ def _bound(op: str, inputs: list[Tensor]) -> Callable[[], object]:
     return launch
 
 
-def _ends(count: int, width: int) -> list[int]:
-    """Where in bytes what is staged ends, the widest elements first: lanes, whole, stream, numbers, given, flags."""
-    return list(itertools.accumulate((8 * count, 40 * count, 8 * count, 16 * count, 4 * count * width, count)))
+class _Part(NamedTuple):
+    """Of a block of bytes: from where to where, and what it holds."""
+
+    begin: int
+    end: int
+    kind: type[np.generic]
+    shape: tuple[int, ...]
 
 
-_SHAPES = ((), (5,), (), (4,), None, ())  # of a row of each; what is given is as wide as it has to be
-_KINDS = (np.int64, np.int64, np.int64, np.float32, np.int32, np.bool_)
-
-
-def _arrays(block: np.ndarray, count: int, width: int) -> list[np.ndarray]:
-    """What is staged in a block of bytes."""
-    ends = _ends(count, width)
-    sized = zip((0, *ends[:-1]), ends, _KINDS, _SHAPES, strict=True)
-    return [
-        block[begin:end].view(kind).reshape(count, *((width,) if shape is None else shape))
-        for begin, end, kind, shape in sized
-    ]
-
-
-def _tensors(block: Tensor, count: int, width: int) -> list[Tensor]:
-    """The same on the device."""
-    kinds = [torch.from_numpy(np.zeros(1, kind)).dtype for kind in _KINDS]
-    ends = _ends(count, width)
-    sized = zip((0, *ends[:-1]), ends, kinds, _SHAPES, strict=True)
-    return [
-        block[begin:end].view(kind).view(count, *((width,) if shape is None else shape))
-        for begin, end, kind, shape in sized
-    ]
+@functools.lru_cache(maxsize=4096)
+def _staged(count: int, width: int) -> list[_Part]:
+    """How an admission of so many sequences lies in memory, the widest elements first: lanes, whole, stream, numbers,
+    given (each `width` tokens), flags."""
+    kinds = (np.int64, np.int64, np.int64, np.float32, np.int32, np.bool_)
+    shapes = ((count,), (count, 5), (count,), (count, 4), (count, width), (count,))
+    parts, at = [], 0
+    for kind, shape in zip(kinds, shapes, strict=True):
+        begin, at = at, at + math.prod(shape) * np.dtype(kind).itemsize
+        parts.append(_Part(begin, at, kind, shape))
+    return parts

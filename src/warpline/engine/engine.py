@@ -272,14 +272,14 @@ class Engine:
             flight.clock.landed()
         if (news.flags & FAULT).any():
             self._allocated().fault.zero_()
-            raise self.executor.fault() or DeviceError("a launch ended itself")
+            raise self.executor.fault()
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
             if job.ended:  # stopped by the host, or cancelled, while this turn was under way
                 if flags[i] & BROKEN:
                     self._allocated().erase(job.slot)
                 continue
-            before = job.length or job.prompt
+            before = job.length or job.prompt_length
             lengths.append(before)
             job.length = before + count
             if flags[i]:
@@ -328,7 +328,7 @@ class Engine:
         self._tell()
 
     def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:
-        first = job.prompt + len(job.tokens)
+        first = job.prompt_length + len(job.tokens)
         if logprobs is not None:  # before the tokens, so that there is one for each of them at any time
             for at in range(first, first + len(tokens)):
                 found = float(logprobs.logprob[at]), logprobs.top_logprob[at].copy(), logprobs.top_token[at].copy()

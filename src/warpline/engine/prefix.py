@@ -17,9 +17,9 @@ def share_prefixes(sequences: Iterable[Sequence]) -> None:
     several completions, and of the others what they have in common if that is long enough."""
     different = []
     for group in _grouped(sequences, None):
-        if len(group) > 1 and group[0].prompt > 1:
-            _share(group, group[0].prompt - 1, whole=True)
-        if group[0].prompt > LEAST_PREFIX:
+        if len(group) > 1 and group[0].prompt_length > 1:
+            _share(group, group[0].prompt_length - 1, whole=True)
+        if group[0].prompt_length > LEAST_PREFIX:
             different.append(group)
     for groups in _grouped((group[0] for group in different), LEAST_PREFIX):
         if len(groups) > 1:

@@ -38,15 +38,15 @@ class Sequence:
     length: int = 0  # prompt and tokens that the device is known to have
     chunks: int = 0  # launches that it was part of
     ended: bool = False  # no more launches: it is done, was stopped or cancelled
-    prompt: int = field(init=False)  # tokens of it
+    prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt = len(self.request.prompt)
+        self.prompt_length = len(self.request.prompt)
 
     @property
     def left(self) -> int:
         """Tokens that it may still get."""
-        return self.request.limit - max(self.length, self.prompt)
+        return self.request.limit - max(self.length, self.prompt_length)
 
 
 #: A sequence, and the positions of its prompt from where to where.
@@ -77,15 +77,16 @@ class Turn:
 
     def spans(self, parts: list[Part]) -> list[Span]:
         """For the executor, once everything has a slot."""
-        return [
-            Span(s.slot, start, end, () if end < s.prompt else (s.slot, *(t.slot for t in self.twins.get(id(s), ()))))
-            for s, start, end in parts
-        ]
+        found = []
+        for s, start, end in parts:
+            ends = [s, *self.twins.get(id(s), ())] if end == s.prompt_length else []
+            found.append(Span(s.slot, start, end, tuple(one.slot for one in ends)))
+        return found
 
     @property
     def reported(self) -> list[Sequence]:
         """Those that get tokens: what decodes, and what ends with its first token."""
-        ends = [s for s, _, end in (*self.first, *self.second) if end == s.prompt]
+        ends = [s for s, _, end in (*self.first, *self.second) if end == s.prompt_length]
         ends += [t for twins in self.twins.values() for t in twins]
         return list(dict.fromkeys([*self.running, *ends]))
 
@@ -120,7 +121,7 @@ class Scheduler:
         sequences may end without the launch noticing, so that steps would be taken for nothing."""
         turn, budget = Turn(), self.prompt_tokens
         for sequence in self.running:
-            if sequence.filled < sequence.prompt and budget > 0:
+            if sequence.filled < sequence.prompt_length and budget > 0:
                 budget -= self._run_prompt(turn.first, sequence, budget)
         while self.waiting and len(self.running) < self.slots and budget > 0:
             rows = self._admit(turn, self.waiting[0], budget)
@@ -128,7 +129,7 @@ class Scheduler:
                 break
             budget -= rows
             self.running.append(self.waiting.popleft())
-        turn.running = [s for s in self.running if s.filled == s.prompt and s.left > (s.length == 0)]
+        turn.running = [s for s in self.running if s.filled == s.prompt_length and s.left > (s.length == 0)]
         if turn.running:
             turn.steps = self._steps(turn.running, wasteful)
         for sequence in turn.reported:
@@ -141,10 +142,10 @@ class Scheduler:
         if prefix is not None:
             holder = prefix.holders[0]
             for parts, copies in ((turn.first, turn.copies), (turn.second, turn.late)):
-                if prefix.whole and any(holder is s and end == s.prompt for s, _, end in parts):
+                if prefix.whole and any(holder is s and end == s.prompt_length for s, _, end in parts):
                     turn.twins.setdefault(id(holder), []).append(sequence)
                     turn.admitted.append(sequence)
-                    self._copied(copies, holder, sequence, sequence.prompt)
+                    self._copied(copies, holder, sequence, sequence.prompt_length)
                     return 0
             if holder.filled < prefix.length or any(holder is s for s, _, _ in turn.second):
                 return None
@@ -166,7 +167,7 @@ class Scheduler:
 
     @staticmethod
     def _run_prompt(spans: list[Part], sequence: Sequence, budget: int) -> int:
-        rows = min(budget, sequence.prompt - sequence.filled)
+        rows = min(budget, sequence.prompt_length - sequence.filled)
         spans.append((sequence, sequence.filled, sequence.filled + rows))
         sequence.filled += rows
         return rows
@@ -174,7 +175,7 @@ class Scheduler:
     def _steps(self, running: list[Sequence], wasteful: Callable[[list[Sequence]], bool]) -> int:
         """Few while something waits or is followed; else as many as the first to end has left, if none is wasted."""
         left = [s.left - (s.length == 0) for s in running]
-        if self.waiting or any(s.filled < s.prompt for s in self.running):
+        if self.waiting or any(s.filled < s.prompt_length for s in self.running):
             return min(STEPS_WHILE_WAITING, self.most_steps, max(left))
         followed = [s.chunks for s in running if s.followed]
         if followed:

@@ -35,15 +35,8 @@ NUMBERS = ("temperature", "top_p", "min_p", "penalty")
 FLAGS = ("stops_at_eos", "done", "broken")
 
 
-class Slots:
-    """Device memory for `count` sequences of up to `capacity` positions, and one slot more, `parking`, for lanes that a
-    launch has and nothing uses: its record is done, and what happens to it does not matter.
-
-    For every lane whose slot is not done, an executor's step takes the token at length - 1, stores its K and V at that
-    position, and then, as `sampling.advance` does in torch: writes the next token at `length` (the one that stands
-    there already while length < known), sets `broken` if the logits are not finite, fills the logprob buffers where
-    some sequence wants them, adds 1 to `length`, and sets `done` at the end of text (where stops_at_eos) or at `limit`.
-    """
+class Record:
+    """The fields of slots, one of each for every slot."""
 
     length: Tensor
     known: Tensor
@@ -58,6 +51,17 @@ class Slots:
     stops_at_eos: Tensor
     done: Tensor
     broken: Tensor
+
+
+class Slots(Record):
+    """Device memory for `count` sequences of up to `capacity` positions, and one slot more, `parking`, for lanes that a
+    launch has and nothing uses: its record is done, and what happens to it does not matter.
+
+    For every lane whose slot is not done, an executor's step takes the token at length - 1, stores its K and V at that
+    position, and then, as `sampling.advance` does in torch: writes the next token at `length` (the one that stands
+    there already while length < known), sets `broken` if the logits are not finite, fills the logprob buffers where
+    some sequence wants them, adds 1 to `length`, and sets `done` at the end of text (where stops_at_eos) or at `limit`.
+    """
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Slots:
         self._free = list(range(count))  # a heap: the lowest first
         self._requests: list[Request | None] = [None] * rows
         self._needs = [Needs()] * rows
-        #: How requests get in and tokens out: by kernels of ours, or by torch.
+        #: How requests get in and tokens out: by ops of the catalog, by numpy or by torch.
         kind = KernelCrossing if native else HostCrossing if device.type == "cpu" else TorchCrossing
         self.crossing: Crossing = kind(self)
 
@@ -130,7 +134,12 @@ class Slots:
 
     def report(self, lanes: Sequence[int], most: int) -> Report:
         """What these slots have got since the last report, up to `most` tokens each."""
-        return self.crossing.report(lanes, most, [slot for slot in lanes if self._needs[slot].logprobs is not None])
+        wanting = [slot for slot in lanes if self._needs[slot].logprobs is not None]
+        buffers = [b for b in (self.logprob, self.top_logprob, self.top_token) if b is not None]
+        kept = {
+            slot: tuple(buffer[slot].clone() for buffer in buffers) for slot in wanting
+        }  # what follows writes there
+        return self.crossing.report(lanes, most, kept)
 
     def release(self, slot: int) -> None:
         """The sequence is over: its slot is free, though launches under way may still write to it."""

@@ -73,7 +73,6 @@ def between(low: float, high: float) -> Values:
 STORAGE = Values()
 FLOAT = Values("fp32")
 BITS = Values("int32")
-INDEX = Values("int64")
 LONG_BITS = Values("int64")
 FLAG = Values("bool")
 

@@ -128,7 +128,7 @@ class Method(ABC):
         if case.window is not None and not cls.windows:
             return "knows no sliding window"
         if case.kind == "throughput" and cls.serves is None:
-            return "padded batches are measured for static-kv-compile, hf-sdpa and ctranslate2 only"
+            return "is not measured with requests of unequal lengths"
         return cls.missing()
 
     @classmethod

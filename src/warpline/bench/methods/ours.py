@@ -190,8 +190,11 @@ class OnExecutor(Method):
             news = slots.report(lanes, new).wait()
         finally:
             self._release(slots, lanes)
-        if (news.flags & (BROKEN | FAULT)).any():
-            raise self._executor.fault() or RuntimeError("its logits are no numbers")
+        if (news.flags & FAULT).any():
+            slots.fault.zero_()
+            raise self._executor.fault()
+        if (news.flags & BROKEN).any():
+            raise RuntimeError("its logits are no numbers")
         return torch.from_numpy(news.tokens[:, :new].astype(np.int64))
 
     def _prompted(self, prompts: Sequence[np.ndarray], new: int) -> tuple[Slots, list[int]]:
@@ -209,8 +212,7 @@ class OnExecutor(Method):
 
     @staticmethod
     def _release(slots: Slots, lanes: Sequence[int]) -> None:
-        """So that the next time finds the same slots in the same order."""
-        for slot in reversed(lanes):
+        for slot in lanes:
             slots.release(slot)
 
     def watch(self, watcher: Watcher) -> AbstractContextManager[object]:

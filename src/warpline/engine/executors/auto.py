@@ -16,7 +16,7 @@ from warpline.engine.executors.graph.schedule import Step
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
-from warpline.errors import ConfigError, WarplineError
+from warpline.errors import ConfigError, DeviceError, WarplineError
 from warpline.model.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ class AutoExecutor(Executor):
         """As what would decode."""
         return self._persistent is not None and lanes <= self._most and self._persistent.stops_by_itself(lanes, needs)
 
-    def fault(self) -> Exception | None:
+    def fault(self) -> DeviceError:
         """Only the persistent kernel waits."""
-        return None if self._persistent is None else self._persistent.fault()
+        return super().fault() if self._persistent is None else self._persistent.fault()
 
     def table(self, phase: str) -> list[Step] | None:
         """Of the graph executor, whose prompts both share."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from warpline.config import DTYPE_BYTES, KV_DTYPES, ModelConfig
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
-from warpline.errors import ConfigError
+from warpline.errors import ConfigError, DeviceError
 from warpline.model.weights import TORCH_DTYPES, Weights
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Executor(ABC):
     most_lanes: int | None = None
     #: Tokens of prompts that are run at once, at most.
     prompt_tokens: int = 2048
-    #: Whether slots are read and written by kernels of ours on the GPU, or by torch.
+    #: Whether requests and tokens cross by ops of the catalog.
     native: bool = False
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
@@ -84,9 +84,9 @@ class Executor(ABC):
     def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:  # noqa: B027 - most have nothing to compile
         """Begin to compile what decodes these lanes, while their prompts are run."""
 
-    def fault(self) -> Exception | None:
+    def fault(self) -> DeviceError:
         """What a launch that had to end itself means, in one line."""
-        return None
+        return DeviceError("a launch made no progress and ended itself: try again")
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """Decode one step, and show what it computed, under the names of `schedule.order`: a row for each lane."""

@@ -10,28 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from warpline.engine.slots import FLAGS, NUMBERS, WHOLE, Slots
+from warpline.engine.slots import FLAGS, NUMBERS, WHOLE, Record, Slots
 from warpline.kernels.noise import gumbel
 
 #: How many of the likeliest tokens a CPU looks at before it sorts them all.
 SHORT_LIST = 256
 
 
-class Records:
+class Records(Record):
     """The records of some slots, a row for each lane, as they were when asked for."""
-
-    length: Tensor
-    known: Tensor
-    limit: Tensor
-    min_length: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    penalty: Tensor
-    stops_at_eos: Tensor
-    done: Tensor
-    broken: Tensor
 
     def __init__(self, slots: Slots, lanes: Sequence[int], index: Tensor | None = None):
         self.slots, self.needs = slots, slots.needs(lanes)

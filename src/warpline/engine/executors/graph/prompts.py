@@ -175,7 +175,7 @@ class Pass:
         if len(spans) == 1:
             slot, start, end, named = spans[0]
             rows = end - start
-            row_slots[:rows], row_positions[:rows], last[: len(named)] = slot, _PLACES[start:end], rows - 1
+            row_slots[:rows], row_positions[:rows], last[: len(named)] = slot, np.arange(start, end), rows - 1
             found = _tiles_of(rows, self._queries)
             tiles[: len(found)] = found
             tiles[: len(found), :2] = slot, start
@@ -210,9 +210,6 @@ class Pass:
             return
         for call in self._launches:
             call()
-
-
-_PLACES = np.arange(1 << 16)
 
 
 @functools.lru_cache(maxsize=2048)

@@ -119,7 +119,7 @@ class PersistentExecutor(Executor):
         """A launch looks before every token."""
         return needs.logprobs is None
 
-    def fault(self) -> Exception | None:
+    def fault(self) -> DeviceError:
         """A launch that waited in vain."""
         return DeviceError(
             f"a launch of the persistent executor made no progress for {self.patience:g} s and ended itself: "
@@ -153,7 +153,7 @@ class PersistentExecutor(Executor):
         torch.cuda.synchronize(self.device)
         if slots.fault.item():
             slots.fault.zero_()
-            raise self.fault() or AssertionError
+            raise self.fault()
         exchanged = self._loaded(program).exchanged()
         seen = {name: values[: len(lanes)].clone() for name, values in exchanged.items()}
         seen["logits"] = logits.clone()
