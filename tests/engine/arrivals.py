@@ -65,13 +65,22 @@ def run_arrivals(llm: LLM, count: int, seed: int, *, longest: int, sampled: bool
     return arrivals
 
 
-def check_alone(alone: LLM, arrivals: list[Arrival]) -> int:
-    """Every completion is the one it has alone; one that was cancelled is the beginning of it."""
-    different = 0
-    for arrival in arrivals:
-        (expected,) = alone.generate(arrival.prompt, arrival.params)
-        different += not _agrees(arrival, expected)
-    return different
+class Alone:
+    """What completions are where nothing else runs; those that come again are known."""
+
+    def __init__(self, llm: LLM):
+        self._llm, self._known = llm, dict[tuple[tuple[int, ...], SamplingParams], Completion]()
+
+    def complete(self, prompt: list[int], params: SamplingParams) -> Completion:
+        key = (tuple(prompt), params)
+        if key not in self._known:
+            (self._known[key],) = self._llm.generate(prompt, params)
+        return self._known[key]
+
+
+def check_alone(alone: Alone, arrivals: list[Arrival]) -> int:
+    """How many completions are not what they are alone; one that was cancelled must be the beginning of it."""
+    return sum(not _agrees(arrival, alone.complete(arrival.prompt, arrival.params)) for arrival in arrivals)
 
 
 def _agrees(arrival: Arrival, expected: Completion) -> bool:

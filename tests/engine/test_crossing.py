@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from warpline.config import ModelConfig, SamplingParams
-from warpline.engine.crossing import BROKEN, DONE, FAULT, HostCrossing, KernelCrossing, TorchCrossing
+from warpline.engine.crossing import ALL_TOKENS, BROKEN, DONE, FAULT, HostCrossing, KernelCrossing, TorchCrossing
 from warpline.engine.request import Request
-from warpline.engine.slots import ALL_TOKENS, Slots
+from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 
 CONFIG = ModelConfig(vocab_size=97, n_positions=64, n_embd=16, n_layer=1, n_head=2)

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.engine.arrivals import Arrival, check_alone, random_params, random_prompt, run_arrivals
+from tests.engine.arrivals import Alone, Arrival, check_alone, random_params, random_prompt, run_arrivals
 from warpline import LLM, SamplingParams
 from warpline.engine.executors import Executor
 from warpline.errors import ModelError
@@ -26,11 +26,16 @@ def make(executor: str, max_batch: int = 5) -> LLM:
     return LLM(TINY, device="cpu", executor=executor, max_batch=max_batch)
 
 
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return Alone(make("torch"))
+
+
 @pytest.mark.parametrize(("executor", "count"), [("cpu", 300), ("torch", 300), ("kernels", 40)])
 @pytest.mark.parametrize("budget", [9, 2048])
-def test_random_arrivals(executor: str, count: int, budget: int) -> None:
+def test_random_arrivals(executor: str, count: int, budget: int, alone: Alone) -> None:
     """With prompts in chunks of nine tokens as well."""
-    llm, alone = make(executor), make("torch")
+    llm = make(executor)
     llm.engine.scheduler.prompt_tokens = budget
     arrivals = run_arrivals(llm, count, seed=budget, longest=100)
     assert check_alone(alone, arrivals) == 0
@@ -82,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.llm.engine.step():
             pass
-        assert check_alone(LLMS["alone"], self.arrivals) == 0
+        assert check_alone(Alone(LLMS["alone"]), self.arrivals) == 0
 
 
 LLMS: dict[str, LLM] = {}

@@ -26,12 +26,17 @@ def packed(lanes: list[tuple[int, int]], slots: list[int] | None = None) -> np.n
     return np.stack([chosen, starts, np.cumsum(counts) - counts, counts], axis=1)
 
 
+def tiles_of(spans: np.ndarray, tile_queries: int) -> np.ndarray:
+    slot, start, row, count = spans.T
+    return prompt_tiles(slot, start, row, count, tile_queries)
+
+
 @given(LANES, st.sampled_from([32, 64, 128]))
 def test_a_table_has_every_row_once_and_begins_with_what_takes_longest(
     lanes: list[tuple[int, int]], tile_queries: int
 ) -> None:
     spans = packed(lanes)
-    table = prompt_tiles(spans, tile_queries)
+    table = tiles_of(spans, tile_queries)
     assert table.dtype == np.int32
     assert table.shape == (sum(-(-count // tile_queries) for _, count in lanes), 8)
     rows: list[int] = []
@@ -48,7 +53,7 @@ def test_a_table_has_every_row_once_and_begins_with_what_takes_longest(
 
 
 def test_no_lanes_are_no_tiles() -> None:
-    assert prompt_tiles(np.zeros((0, 4), np.int64), 64).shape == (0, 8)
+    assert tiles_of(np.zeros((0, 4), np.int64), 64).shape == (0, 8)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -77,7 +82,7 @@ def test_sequences_do_not_know_of_each_other_nor_of_chunks(chunk: int, window: i
         rows = [t[i, :, start : start + n] for t in (q, k, v) for i, n in zip(these, counts, strict=True)]
         joined = [torch.cat(rows[at : at + len(these)], dim=1)[None] for at in (0, len(these), 2 * len(these))]
         spans = packed([(start, count) for count in counts], [slots[i] for i in these])
-        tiles = torch.from_numpy(prompt_tiles(spans, 2))  # any size of tiles
+        tiles = torch.from_numpy(tiles_of(spans, 2))  # any size of tiles
         y, cache_k, cache_v = PROMPT.reference(*joined, tiles, cache_k, cache_v, window=window, scale=depth**-0.5)
         for i, (_, _, row, count) in zip(these, spans.tolist(), strict=True):
             found[i, :, start : start + count] = y[0, row : row + count].transpose(0, 1)

@@ -99,12 +99,10 @@ def main(job: str) -> None:
     weights = load(case.model, dtype=kind.stored or case.dtype, device=str(device))
     method = kind(weights, case, device)
     prompts = torch.arange(case.prompt).repeat(case.batch, 1).to(device) % weights.config.vocab_size
-    given = method.given(prompts)
-    method.tokens(method.generate(given, 1)).cpu()
+    ids = method.ids(prompts)
+    method.answer(ids, 1)
     first = time.time()
-    method.tokens(
-        method.generate(given, case.new)
-    ).cpu()  # for the peak, and until everything is kept that the next start may find
+    method.answer(ids, case.new)  # for the peak, and until everything is kept that the next start may find
     sys.stdout.write(json.dumps({"first_token_at": first, "peak_bytes": method.peak_bytes()}) + "\n")
     method.close()
 

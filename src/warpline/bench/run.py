@@ -47,7 +47,7 @@ class Built:
     """A method that is warm and was judged right."""
 
     method: Method
-    given: Any  # the prompts, as it takes them
+    ids: Any  # the prompts, as its user has them
     row: Row
     seconds: float  # of the generation that was judged
 
@@ -210,21 +210,21 @@ class Bench:
             begun = time.monotonic()
             method = kind(weights, case, prompts.device)
             deadline.at += time.monotonic() - begun  # what is converted here serves other cases too
-            given = method.given(prompts)
-            expected = self._expected(method, case, given)
+            ids = method.ids(prompts)
+            expected = self._expected(method, case, ids)
             if expected > self.settings.patience_seconds:
                 row |= {"status": "skipped", "why": self.settings.impatience}
             elif (method.warm_up + 1) * expected > deadline.left and not first:
                 row |= NO_TIME
             else:
                 for _ in range(method.warm_up):
-                    _tokens(method, case, given)
-                seconds, tokens = timed_result(lambda: _tokens(method, case, given), prompts.device)
+                    _tokens(method, case, ids)
+                seconds, tokens = timed_result(lambda: _tokens(method, case, ids), prompts.device)
                 verdict = oracle.judge(prompts, tokens, case.dtype)
                 row |= {"agreeing": round(verdict.agreeing, 4), "deficit": round(verdict.worst, 6)}
                 if verdict.right or not kind.exact:
                     row["status"] = "ok"
-                    return Built(method, given, row, seconds)
+                    return Built(method, ids, row, seconds)
                 row |= {"status": "wrong", "why": f"its tokens are {verdict.worst:.2g} σ from the likeliest"}
         except FAILURES as error:
             logger.debug("%s failed", name, exc_info=True)
@@ -233,16 +233,16 @@ class Bench:
             method.close()
         return None
 
-    def _expected(self, method: Method, case: Case, given: Any) -> float:
+    def _expected(self, method: Method, case: Case, ids: Any) -> float:
         """Seconds of one generation, judged by its first few tokens once they are warm."""
         if case.kind == "prefill":  # there is nothing shorter to judge by
             for _ in range(method.warm_up):
-                method.generate(given, 1)
+                method.answer(ids, 1)
             return self._at_best(case)
         few = min(TRIAL_TOKENS, case.new)
-        method.generate(given, few)
+        method.answer(ids, few)
         first, some = (
-            timed(lambda n=n: method.generate(given, n), method.device)  # type: ignore[misc]
+            timed(lambda n=n: method.answer(ids, n), method.device)  # type: ignore[misc]
             for n in (1, few)
         )
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
@@ -253,9 +253,9 @@ class Bench:
         whole: dict[str, Callable[[], object]] = {}
         first: dict[str, Callable[[], object]] = {}
         for name, one in built.items():
-            first[f"{name} first"] = lambda b=one: b.method.generate(b.given, 1)  # type: ignore[misc]
+            first[f"{name} first"] = lambda b=one: b.method.answer(b.ids, 1)  # type: ignore[misc]
             if case.kind != "prefill":
-                whole[f"{name} whole"] = lambda b=one: b.method.generate(b.given, case.new)  # type: ignore[misc]
+                whole[f"{name} whole"] = lambda b=one: b.method.answer(b.ids, case.new)  # type: ignore[misc]
         left = deadline.left
         hurried = left < 3 * sum(one.seconds for one in built.values())
         found = collect(
@@ -336,9 +336,9 @@ def _unadvised() -> Iterator[None]:
         yield
 
 
-def _tokens(method: Method, case: Case, given: Any) -> Tensor:
+def _tokens(method: Method, case: Case, ids: Any) -> Tensor:
     """What a case's method answers, as tokens [B, new]."""
-    return method.tokens(method.generate(given, max(1, case.new))).clone()
+    return method.tokens(method.answer(ids, max(1, case.new))).clone()
 
 
 def tidy() -> None:

@@ -1,40 +1,91 @@
-"""Between host and device: requests into slots, tokens out of them, each with one copy for any number of sequences.
+"""Between host and device: requests into slots, tokens out of them, each at once for any number of sequences.
 
-On a GPU kernels do the rest, or torch where nothing can be compiled; on a CPU numpy does.
+On a GPU kernels of ours read and write pinned memory of the host, so that each way is one launch; torch does it where
+nothing can be compiled; on a CPU numpy does.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from warpline.config import SamplingParams
+from warpline.engine.request import Request
+from warpline.kernels import launch
 from warpline.kernels.noise import noise_keys
 
 if TYPE_CHECKING:
     from warpline.engine.slots import Slots
 
 DONE, BROKEN, FAULT = 1, 2, 4
-#: Tokens of a report or a prompt are rounded up to a multiple of this, so that few shapes are bound.
-STEP = 32
+#: Of top-k where there is none; no vocabulary is as large.
+ALL_TOKENS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
 class Admission:
-    """What new sequences bring, a row for each."""
+    """What new sequences bring, a row for each. It is filled anew each time."""
 
-    whole: np.ndarray  # int64 [n, 5]: length, known, limit, min_length, top_k
-    numbers: np.ndarray  # float32 [n, 4]: temperature, top_p, min_p, penalty
-    flags: np.ndarray  # bool [n]: stops_at_eos
-    stream: np.ndarray  # uint64 [n]: key of its randomness
-    given: list[np.ndarray]  # of each its tokens: prompt and forced ones
+    def __init__(self, rows: int, capacity: int, *, pinned: bool):
+        def room(kind: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=kind, pin_memory=pinned)
+
+        #: In the order in which the op `admit` takes them.
+        self.tensors = {
+            "lanes": room(torch.int64, rows).fill_(-1),  # -1 where there is no sequence
+            "whole": room(torch.int64, rows, 6),  # length, known, limit, min_length, top_k, begin of its tokens
+            "numbers": room(torch.float32, rows, 4),  # temperature, top_p, min_p, penalty
+            "flags": room(torch.bool, rows),  # stops_at_eos
+            "stream": room(torch.int64, rows),  # key of its randomness
+            "given": room(torch.int32, rows * capacity),  # tokens: prompts and forced ones, one behind the other
+        }
+        arrays = (tensor.numpy() for tensor in self.tensors.values())
+        self.lanes, self.whole, self.numbers, self.flags, self.stream, self.given = arrays
+        self.count = 0
+
+    def fill(self, requests: Sequence[Request], vocab: int) -> None:
+        """Everything but the lanes."""
+        given, n = [_given(request) for request in requests], len(requests)
+        begins = [*itertools.accumulate(map(len, given), initial=0)]
+        params = {id(request.params): request.params for request in requests}  # often one for all
+        settings = {key: _settings(its, vocab) for key, its in params.items()}
+        rows, numbers, flags, streams = [], [], [], []
+        for request, ids, begin in zip(requests, given, begins, strict=False):
+            least, top, stops, of_draws = settings[id(request.params)]
+            length = len(request.prompt)
+            rows.append((length, len(ids), request.limit, length + least, top, begin))
+            numbers.append(of_draws)
+            flags.append(stops)
+            streams.append(request.stream if of_draws[0] > 0 else 0)
+        self.whole[:n], self.numbers[:n], self.flags[:n] = rows, numbers, flags
+        self.stream[:n] = np.array(streams, np.uint64).view(np.int64)
+        np.concatenate(given, out=self.given[: begins[-1]], casting="same_kind")
+        self.lanes[n : self.count] = -1
+        self.count = n
+
+    def tokens(self) -> list[np.ndarray]:
+        """Of each sequence."""
+        return [self.given[begin : begin + known] for known, begin in self.whole[: self.count, [1, 5]].tolist()]
+
+
+def _given(request: Request) -> np.ndarray:
+    ids = np.asarray(request.prompt, np.int64)
+    if not len(request.forced):
+        return ids
+    return np.concatenate((ids, np.asarray(request.forced[: request.limit - len(ids)], np.int64)))
+
+
+def _settings(params: SamplingParams, vocab: int) -> tuple[int, int, bool, tuple[float, ...]]:
+    """min_tokens, top_k, stops_at_eos, and the numbers of a draw."""
+    top = params.top_k if 0 < params.top_k < vocab else ALL_TOKENS
+    numbers = params.temperature, params.top_p, params.min_p, params.repetition_penalty
+    return params.min_tokens, top, not params.ignore_eos, numbers
 
 
 class Logprobs(NamedTuple):
@@ -55,63 +106,67 @@ class News(NamedTuple):
 
 
 class Progress:
-    """How many blocks were sent to the device, and how many are known to have left the host's memory: those behind
+    """How many launches that read the host's memory were enqueued, and how many are known to have ended: those behind
     which a report has come back. So nothing is asked of the driver in an ordinary turn."""
 
     def __init__(self) -> None:
-        self.sent = self.left = 0
+        self.enqueued = self.ended = 0
 
 
 class Report:
-    """News on their way."""
+    """News on their way. `read` waits for them, and gives a row for each lane: count, flags, tokens."""
 
     def __init__(
-        self,
-        packed: Tensor,
-        logprobs: dict[int, tuple[Tensor, ...]],
-        landed: torch.cuda.Event | None = None,
-        progress: Progress | None = None,
+        self, read: Callable[[], np.ndarray], logprobs: dict[int, tuple[Tensor, ...]], progress: Progress | None = None
     ):
-        self._packed, self._logprobs, self._landed = packed, logprobs, landed
-        self._progress, self._sent = progress, 0 if progress is None else progress.sent
+        self._read, self._logprobs = read, logprobs
+        self._progress, self._behind = progress, 0 if progress is None else progress.enqueued
         self._news: News | None = None
 
     def wait(self) -> News:
         """The one place where the host waits for the device."""
         if self._news is None:
-            if self._landed is not None:
-                self._landed.synchronize()
+            rows = self._read()
             if self._progress is not None:
-                self._progress.left = max(self._progress.left, self._sent)
-            packed = self._packed.cpu().numpy().copy()  # the memory is used again
-            found = {slot: Logprobs(*(t.cpu().numpy() for t in rows)) for slot, rows in self._logprobs.items()}
-            self._news = News(packed[:, 0], packed[:, 1], packed[:, 2:], found)
+                self._progress.ended = max(self._progress.ended, self._behind)
+            found = {slot: Logprobs(*(t.cpu().numpy() for t in held)) for slot, held in self._logprobs.items()}
+            self._news = News(rows[:, 0], rows[:, 1], rows[:, 2:], found)
         return self._news
 
 
 class Staging:
-    """Memory of the host from which blocks go to the device without waiting. It is written again when the last block
-    has left it."""
+    """Memory of the host that launches read when their turn comes: it is written again when the last has ended."""
+
+    def __init__(self, progress: Progress, device: torch.device):
+        self._progress, self._device, self._last = progress, device, 0
+
+    def wait(self) -> None:
+        """Until it may be written."""
+        if self._last > self._progress.ended and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def used(self) -> None:
+        """Something that reads it was enqueued."""
+        self._progress.enqueued += 1
+        self._last = self._progress.enqueued
+
+
+class Table(Staging):
+    """A tensor on the device and what will be copied there."""
 
     def __init__(self, target: Tensor, progress: Progress):
-        self._target, self._progress, self._last = target, progress, 0
+        super().__init__(progress, target.device)
+        self._target, self._cuda = target, target.is_cuda
         self._here = torch.zeros(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
-        self._array = self._here.numpy()
-        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+        #: To be written after `wait`.
+        self.array = self._here.numpy()
 
-    def ready(self) -> np.ndarray:
-        """The memory, once it may be written."""
-        if self._last > self._progress.left and self._target.is_cuda:
-            torch.cuda.current_stream(self._target.device).synchronize()
-        return self._array
-
-    def send(self, count: int) -> None:
-        """Bring the first elements over."""
-        if (part := self._parts.get(count)) is None:
-            part = self._parts[count] = self._target[:count], self._here[:count]
-        part[0].copy_(part[1], non_blocking=True)
-        self._progress.sent += 1
-        self._last = self._progress.sent
+    def send(self) -> None:
+        """Enqueue the copy."""
+        if self._cuda:
+            launch.upload(self._target, self._here)
+        else:
+            self._target.copy_(self._here)
 
 
 class Crossing(ABC):
@@ -121,16 +176,28 @@ class Crossing(ABC):
         self._tokens, self._noise, self._fault = slots.tokens, slots.noise, slots.fault
         self._whole, self._numbers, self._flags = slots.whole, slots.numbers, slots.flags
         self._length, self._reported, self._done, self._broken = slots.length, slots.reported, slots.done, slots.broken
-        self._device, self._parking, self._pinned = slots.device, slots.parking, slots.device.type == "cuda"
-        self._lanes = torch.full((-(-(slots.count + 1) // 64) * 64,), slots.parking, device=slots.device)
+        self._device, self._parking, self._vocab = slots.device, slots.parking, slots.config.vocab_size
+        self._pinned, self._rows = slots.device.type == "cuda", slots.count + 1
         self.progress = Progress()
-        self._tables = [Staging(self._lanes, self.progress) for _ in range(2)]  # a turn may select twice
+        self._admission = Admission(self._rows, slots.capacity, pinned=self._pinned)
+        self._lanes = torch.full((-(-self._rows // 64) * 64,), slots.parking, device=slots.device)
+        self._tables = [Table(self._lanes, self.progress) for _ in range(2)]  # a turn may select twice
+        for table in self._tables:
+            table.array[:] = slots.parking
         self._selected: tuple[int, ...] = ()
-        self._used = 0  # entries of the table that may not be parked
+        self._parts: dict[int, Tensor] = {}
+
+    def stage(self, requests: Sequence[Request]) -> None:
+        """Write down what is to be admitted next. What cannot be admitted is an error, and nothing has changed."""
+        self._admission.fill(requests, self._vocab)
+
+    def admit(self, slots: Sequence[int]) -> None:
+        """Write the records of what was staged."""
+        self._admission.lanes[: len(slots)] = slots
+        self._admit(slots, self._admission)
 
     @abstractmethod
-    def admit(self, slots: Sequence[int], admission: Admission) -> None:
-        """Write the records of new sequences."""
+    def _admit(self, slots: Sequence[int], admission: Admission) -> None: ...
 
     def select(self, lanes: Sequence[int], rows: int) -> Tensor:
         """The table lane → slot on the device, int64 [rows], always at the same address; lanes that nothing uses are
@@ -138,34 +205,39 @@ class Crossing(ABC):
         chosen = tuple(lanes)
         if chosen != self._selected:
             self._tables.reverse()
-            table, known = self._tables[0].ready(), self._used
-            table[: len(chosen)], table[len(chosen) : known] = chosen, self._parking
-            self._selected, self._used = (), max(known, len(chosen))  # until it has been sent
-            self._tables[0].send(self._used)
-            self._selected, self._used = chosen, len(chosen)
-        return self._lanes[:rows]
+            table = self._tables[0]
+            table.wait()
+            table.array[: len(chosen)], table.array[len(chosen) :] = chosen, self._parking
+            self._selected = ()  # until it has been sent
+            table.send()
+            table.used()
+            self._selected = chosen
+        if (part := self._parts.get(rows)) is None:
+            part = self._parts[rows] = self._lanes[:rows]
+        return part
 
     @abstractmethod
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
-        """What these slots have got since the last report; `logprobs` travels along."""
+        """What these slots have got since the last report, which the caller knows to be `most` tokens at most;
+        `logprobs` travels along."""
 
 
 class HostCrossing(Crossing):
     """Where the slots are the host's own memory: by numpy, which is quicker there than torch."""
 
-    def admit(self, slots: Sequence[int], admission: Admission) -> None:
-        """Straight into the records."""
-        whole, numbers, flags = self._whole.numpy(), self._numbers.numpy(), self._flags.numpy()
-        whole[:-1, slots], whole[-1, slots] = admission.whole.T, admission.whole[:, 0]
-        numbers[:, slots] = admission.numbers.T
-        flags[0, slots], flags[1:, slots] = admission.flags, False
+    def _admit(self, slots: Sequence[int], admission: Admission) -> None:
+        n, whole, numbers, flags = len(slots), self._whole.numpy(), self._numbers.numpy(), self._flags.numpy()
+        brought = admission.whole[:n].T
+        whole[:-1, slots], whole[-1, slots] = brought[:5], brought[0]
+        numbers[:, slots] = admission.numbers[:n].T
+        flags[0, slots], flags[1:, slots] = admission.flags[:n], False
         tokens, noise = self._tokens.numpy(), self._noise.numpy()
-        for slot, ids in zip(slots, admission.given, strict=True):
+        for slot, ids in zip(slots, admission.tokens(), strict=True):
             tokens[slot, : len(ids)] = ids
-        drawn = np.flatnonzero(admission.numbers[:, 0] > 0)
+        drawn = np.flatnonzero(admission.numbers[:n, 0] > 0)
         if len(drawn):
-            count = min(int(admission.whole[drawn, 2].max()), noise.shape[1])
-            noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn], count)
+            count = min(int(brought[2, drawn].max()), noise.shape[1])
+            noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn].view(np.uint64), count)
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
         """It is all here."""
@@ -178,28 +250,29 @@ class HostCrossing(Crossing):
         packed[:, 1] = self._done.numpy()[index] * DONE + self._broken.numpy()[index] * BROKEN
         for row, slot, first, n in zip(packed, index, reported.tolist(), count.tolist(), strict=True):
             row[2 : 2 + n] = tokens[slot, first : first + n]
-        return Report(torch.from_numpy(packed), logprobs)
+        return Report(lambda: packed, logprobs)
 
 
 class TorchCrossing(Crossing):
     """By torch's operators, for a GPU on which nothing of ours runs."""
 
-    def admit(self, slots: Sequence[int], admission: Admission) -> None:
+    def _admit(self, slots: Sequence[int], admission: Admission) -> None:
         """A few operators for each kind of field."""
-        index, width = self._sent(np.array(slots)), max(map(len, admission.given))
-        self._whole[:-1, index] = self._sent(admission.whole.T)
+        n, given = len(slots), admission.tokens()
+        index, width = self._sent(np.array(slots)), max(map(len, given))
+        self._whole[:-1, index] = self._sent(admission.whole[:n, :5].T)
         self._reported[index] = self._length[index]
-        self._numbers[:, index] = self._sent(admission.numbers.T)
+        self._numbers[:, index] = self._sent(admission.numbers[:n].T)
         self._flags[:, index] = False
-        self._flags[0, index] = self._sent(admission.flags)
-        given = np.zeros((len(slots), width), np.int64)
-        for row, ids in zip(given, admission.given, strict=True):
+        self._flags[0, index] = self._sent(admission.flags[:n])
+        padded = np.zeros((n, width), np.int64)
+        for row, ids in zip(padded, given, strict=True):
             row[: len(ids)] = ids
-        self._tokens[index, :width] = self._sent(given)
-        drawn = np.flatnonzero(admission.numbers[:, 0] > 0)
+        self._tokens[index, :width] = self._sent(padded)
+        drawn = np.flatnonzero(admission.numbers[:n, 0] > 0)
         if len(drawn):
             count = min(int(admission.whole[drawn, 2].max()), self._noise.shape[1])
-            self._noise[index[drawn], :count] = self._sent(noise_keys(admission.stream[drawn], count))
+            self._noise[index[drawn], :count] = self._sent(noise_keys(admission.stream[drawn].view(np.uint64), count))
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
         """Gathered at once; on a GPU the copy is made when it is waited for."""
@@ -212,77 +285,71 @@ class TorchCrossing(Crossing):
         flags = self._done[index] * DONE + self._broken[index] * BROKEN + (self._fault != 0) * FAULT
         self._reported[index] = reported + count
         packed = torch.cat([count[:, None], flags[:, None], tokens], dim=1)
-        return Report(packed, logprobs, None, self.progress)
+        return Report(lambda: packed.cpu().numpy(), logprobs, self.progress)
 
     def _sent(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(array.copy()).to(self._device)
 
 
 class KernelCrossing(Crossing):
-    """By kernels of ours: one copy and one launch each way."""
+    """By kernels of ours, each bound once: they read and write the host's memory, for up to all slots."""
 
     def __init__(self, slots: Slots):
         super().__init__(slots)
-        rows = slots.count + 1
-        staged = torch.empty(_staged(rows, slots.capacity)[-1].end, dtype=torch.uint8, device=slots.device)
-        self._staged, self._staging = staged, Staging(staged, self.progress)
-        self._admissions: dict[tuple[int, int], tuple[Callable[[], object], list[np.ndarray]]] = {}
-        size = rows * (slots.capacity + STEP + 2)
-        self._news = torch.empty(size, dtype=torch.int32, device=slots.device)
-        self._reports: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
-        #: Where two reports may be on their way at once, and which are.
-        self._landing = [torch.empty(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(2)]
-        self._landed = [torch.cuda.Event() if self._pinned else None for _ in range(2)]
-        self._under_way: list[Report | None] = [None, None]
+        self._staging = Staging(self.progress, slots.device)
+        self._landings = [_Landing(self._rows, slots.capacity, pinned=self._pinned) for _ in range(2)]
+        self._launches: dict[str, Callable[[], object]] = {}
 
-    def admit(self, slots: Sequence[int], admission: Admission) -> None:
-        """Everything in one block of pinned memory, which a kernel then spreads."""
-        count, width = len(slots), -(-max(map(len, admission.given)) // STEP) * STEP
-        width = min(width, self._tokens.shape[1])
-        array = self._staging.ready()
-        if (bound := self._admissions.get((count, width))) is None:
-            parts = [array[p.begin : p.end].view(p.kind).reshape(p.shape) for p in _staged(count, width)]
-            bound = self._admissions[count, width] = self._bind_admission(count, width), parts
-        launch, (lanes, whole, stream, numbers, given, flags) = bound
-        lanes[:], whole[:], stream[:], numbers[:], flags[:] = (
-            slots, admission.whole, admission.stream.view(np.int64), admission.numbers, admission.flags,
-        )  # fmt: skip
-        for row, ids in zip(given, admission.given, strict=True):
-            row[: len(ids)] = ids
-        self._staging.send(_staged(count, width)[-1].end)
-        launch()
+    def stage(self, requests: Sequence[Request]) -> None:
+        """In pinned memory, when the kernel of the last time has read it."""
+        self._staging.wait()
+        super().stage(requests)
 
-    def _bind_admission(self, count: int, width: int) -> Callable[[], object]:
-        lanes, whole, stream, numbers, given, flags = (
-            self._staged[p.begin : p.end].view(torch.from_numpy(np.empty(0, p.kind)).dtype).view(p.shape)
-            for p in _staged(count, width)
-        )
-        updated = [*self._whole[:-1], *self._numbers, *self._flags, self._reported, self._tokens, self._noise]
-        return _bound("admit", [lanes, whole, numbers, flags, stream, given, *updated])
+    def _admit(self, slots: Sequence[int], admission: Admission) -> None:
+        if (admit := self._launches.get("admit")) is None:
+            updated = [*self._whole[:-1], *self._numbers, *self._flags, self._reported, self._tokens, self._noise]
+            admit = self._launches["admit"] = _bound("admit", [*admission.tensors.values(), *updated])
+        admit()
+        self._staging.used()
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
-        """Gathered by a kernel, on its way to the host when this returns."""
-        width = 2 + min(-(-most // STEP) * STEP, self._tokens.shape[1] + STEP)
-        table = self.select(lanes, len(lanes))
-        if (bound := self._reports.get((len(lanes), width))) is None:
-            bound = self._reports[len(lanes), width] = self._bind_report(table, width)
-        launch, news = bound
-        launch()
-        if (before := self._under_way[0]) is not None:
-            before.wait()
-        packed, landed = self._landing[0][: news.numel()].view(news.shape), self._landed[0]
-        packed.copy_(news, non_blocking=True)
-        if landed is not None:
-            landed.record()
-        self._under_way[0] = report = Report(packed, logprobs, landed, self.progress)
-        for pair in (self._landing, self._landed, self._under_way):
-            pair.reverse()
-        return report
+        """On its way to the host when this returns."""
+        self._landings.reverse()
+        landing = self._landings[0]  # two may be on their way at once
+        if landing.report is not None:
+            landing.report.wait()
+        if landing.launch is None:
+            read = [self._tokens, self._length, self._done, self._broken, landing.lanes, self._fault]
+            landing.launch = _bound("report", [*read, self._reported, landing.news])
+        landing.choose(lanes)
+        landing.launch()
+        self.progress.enqueued += 1
+        stream = torch.cuda.current_stream(self._device) if self._pinned else None
+        landing.report = Report(partial(landing.read, stream, len(lanes), most), logprobs, self.progress)
+        return landing.report
 
-    def _bind_report(self, table: Tensor, width: int) -> tuple[Callable[[], object], Tensor]:
-        news = self._news[: len(table) * width].view(len(table), width)
-        read = [self._tokens, self._length, self._done, self._broken, table, self._fault]
-        return _bound("report", [*read, self._reported, news]), news
+
+class _Landing:
+    """Where a report comes down, and whose it is."""
+
+    def __init__(self, rows: int, capacity: int, *, pinned: bool):
+        self.lanes = torch.full((rows,), -1, pin_memory=pinned)
+        self.news = torch.zeros(rows, capacity + 2, dtype=torch.int32, pin_memory=pinned)
+        self._lanes, self._news, self._count = self.lanes.numpy(), self.news.numpy(), 0
+        self.launch: Callable[[], object] | None = None
+        self.report: Report | None = None
+
+    def choose(self, lanes: Sequence[int]) -> None:
+        """Whose tokens the next report brings."""
+        self._lanes[: len(lanes)], self._lanes[len(lanes) : self._count] = lanes, -1
+        self._count = len(lanes)
+
+    def read(self, stream: Any, count: int, most: int) -> np.ndarray:
+        """Once it is there. Nothing was enqueued behind it that takes long, so the stream is asked, not an event, which
+        takes the host five times as long to record."""
+        if stream is not None:
+            stream.synchronize()
+        return self._news[:count, : 2 + most].copy()  # the memory is used again
 
 
 def _bound(op: str, inputs: list[Tensor]) -> Callable[[], object]:
@@ -290,27 +357,5 @@ def _bound(op: str, inputs: list[Tensor]) -> Callable[[], object]:
     from warpline.engine.executors.graph.bind import Bound, bind
     from warpline.kernels.catalog import find
 
-    (launch,) = bind([Bound(find(op), inputs, [], {})])
-    return launch
-
-
-class _Part(NamedTuple):
-    """Of a block of bytes: from where to where, and what it holds."""
-
-    begin: int
-    end: int
-    kind: type[np.generic]
-    shape: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _staged(count: int, width: int) -> list[_Part]:
-    """How an admission of so many sequences lies in memory, the widest elements first: lanes, whole, stream, numbers,
-    given (each `width` tokens), flags."""
-    kinds = (np.int64, np.int64, np.int64, np.float32, np.int32, np.bool_)
-    shapes = ((count,), (count, 5), (count,), (count, 4), (count, width), (count,))
-    parts, at = [], 0
-    for kind, shape in zip(kinds, shapes, strict=True):
-        begin, at = at, at + math.prod(shape) * np.dtype(kind).itemsize
-        parts.append(_Part(begin, at, kind, shape))
-    return parts
+    (made,) = bind([Bound(find(op), inputs, [], {})])
+    return made

@@ -8,7 +8,6 @@ loop; the others wait until it has something for them, or take over when it has 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from warpline.engine.clock import Clock, shared_stream
+from warpline.engine.clock import Clock, OnStream, shared_stream
 from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News, Report
 from warpline.engine.executors.base import Executor
-from warpline.engine.request import Needs, needs_of
+from warpline.engine.request import joined, needs_of
 from warpline.engine.scheduler import Copy, Scheduler, Sequence, Turn
 from warpline.engine.slots import Slots
 from warpline.engine.text import Timings
@@ -63,7 +62,7 @@ class _Flight:
     turn: Turn
     lanes: list[Job]
     report: Report
-    clock: Clock
+    served: list[tuple[Timings, list[Job]]]  # whose time it is
 
 
 class Engine:
@@ -87,6 +86,7 @@ class Engine:
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
         self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
+        self._clock = Clock(cuda=self._cuda)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Engine:
             raise told from error
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _sweep(self) -> None:
         with self._changed:
@@ -224,8 +224,7 @@ class Engine:
             return None
         with executor.on_device():
             followed = any(s.followed for s in turn.reported)  # its reader may keep the host from looking in time
-            prompts = bool(turn.first or turn.second)
-            clock = Clock(cuda=self._cuda, prompts=prompts, steps=turn.steps > 0, followed=followed)
+            self._clock.begin(prompts=bool(turn.first or turn.second), steps=turn.steps > 0, followed=followed)
             if turn.admitted:
                 taken = slots.admit([s.request for s in turn.admitted])
                 for sequence, slot in zip(turn.admitted, taken, strict=True):
@@ -241,15 +240,15 @@ class Engine:
             if turn.second:
                 executor.prefill(slots, turn.spans(turn.second))
             self._copy(slots, turn.late)
-            clock.mark()
+            self._clock.prompted()
             if turn.steps:
                 executor.decode(slots, lanes, turn.steps)
-                clock.mark()
+                self._clock.stepped()
             reported = [s for s in turn.reported if isinstance(s, Job)]
             report = slots.report([s.slot for s in reported], turn.steps + 1)
             if not self._cuda:
-                clock.landed()  # it was computed on the way
-        return _Flight(turn, reported, report, clock)
+                self._clock.landed()  # it was computed on the way
+        return _Flight(turn, reported, report, _by_timings(turn))
 
     @staticmethod
     def _copy(slots: Slots, copies: list[Copy]) -> None:
@@ -262,18 +261,18 @@ class Engine:
         params = {id(s.request.params): s.request.params for s in running}.values()
         if config.eos_token_id is None or all(p.ignore_eos for p in params):
             return False
-        needs = functools.reduce(Needs.__or__, (needs_of(p, config.vocab_size) for p in params))
+        needs = joined(needs_of(p, config.vocab_size) for p in params)
         return not self.executor.stops_by_itself(len(running), needs)
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a turn, and learn which sequences have ended. The device is idle meanwhile: this must be short."""
         news = flight.report.wait()
         if self._cuda:
-            flight.clock.landed()
-        if (news.flags & FAULT).any():
+            self._clock.landed()
+        counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
+        if flags and flags[0] & FAULT:  # every row says it
             self._allocated().fault.zero_()
             raise self.executor.fault()
-        counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
             if job.ended:  # stopped by the host, or cancelled, while this turn was under way
                 if flags[i] & BROKEN:
@@ -289,7 +288,7 @@ class Engine:
             self._landed.append((job, i, job.ended))
         self._news = news
         self._measure(flight, lengths, max(counts, default=0))
-        self._idle_since = flight.clock.ended
+        self._idle_since = self._clock.ended
 
     def _broken(self) -> ModelError:
         return ModelError(
@@ -298,15 +297,16 @@ class Engine:
         )
 
     def _measure(self, flight: _Flight, lengths: list[int], most: int) -> None:
-        clock, turn, stats = flight.clock, flight.turn, self.stats
+        turn, stats = flight.turn, self.stats
         steps = most - 1 if turn.first or turn.second else most  # a prompt brings a token before the first step
         steps = max(0, min(steps, turn.steps))
-        prefill, decode = clock.seconds()
+        prefill, decode = self._clock.seconds()
         stats.busy_seconds += prefill + decode
         stats.steps += steps
         stats.lane_steps += steps * len(turn.running)
-        served = [*flight.lanes, *(s for s, *_ in (*turn.first, *turn.second) if isinstance(s, Job))]
-        for timings in {id(s.timings): s.timings for s in served if s.timings and not s.finished}.values():
+        for timings, jobs in flight.served:
+            if all(job.finished for job in jobs):
+                continue
             timings.prefill_seconds += prefill
             if steps:
                 timings.decode_seconds += decode
@@ -363,6 +363,15 @@ class Engine:
             if job.notify is not None:
                 with contextlib.suppress(Exception):  # the error is on its way; others must hear of it too
                     job.notify()
+
+
+def _by_timings(turn: Turn) -> list[tuple[Timings, list[Job]]]:
+    """The sequences of a turn, by whose time it counts for."""
+    found: dict[int, tuple[Timings, list[Job]]] = {}
+    for sequence in dict.fromkeys([*turn.reported, *(s for s, *_ in (*turn.first, *turn.second))]):
+        if isinstance(sequence, Job) and sequence.timings is not None:
+            found.setdefault(id(sequence.timings), (sequence.timings, []))[1].append(sequence)
+    return list(found.values())
 
 
 def _told(error: BaseException, what: str) -> BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
+import random
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +30,8 @@ from warpline.model.weights import Weights, explained_memory
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+#: A text, or token ids: a list, an array or a tensor of the host.
+Prompt = str | Sequence[int] | np.ndarray | torch.Tensor
 
 #: Sequences at once where `max_batch` is not given: at most so many, in at most this share of the free memory.
 MOST_SLOTS = {"cuda": 256, "cpu": 32}
@@ -111,6 +112,7 @@ class LLM:
         )  # one token needs no position
         self.max_batch = self.engine.count
         self._worker = Worker(self.engine)
+        self._seeds = random.Random()  # seeded by the system; for requests without a seed
 
     def close(self) -> None:
         """Give the memory back; what is under way is finished first."""
@@ -184,7 +186,8 @@ class LLM:
         try:
             self.engine.run(done)
         finally:
-            self.engine.cancel(jobs)  # what a stop text has ended may be under way again
+            if not self.engine.idle:  # what a stop text has ended may be under way again
+                self.engine.cancel(jobs)
         for job in jobs:
             if job.error is not None:
                 raise job.error
@@ -215,18 +218,21 @@ class LLM:
         """A request for each completion, with its prompt's text if it was one. All are right, or none is made."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_many(texts, special=True) if len(texts) > 1 else map(self._encode, texts))
+        many = self._many_checked([next(encoded) if isinstance(p, str) else p for p in prompts])
         found: list[tuple[str | None, Request]] = []
         short: list[tuple[int, int]] = []
-        seeds = np.frombuffer(secrets.token_bytes(4 * len(prompts)), np.uint32).tolist()
-        many = self._many_checked([next(encoded) if isinstance(p, str) else p for p in prompts])
-        for prompt, ids, its, fresh in zip(prompts, many, params, seeds, strict=True):
-            given = prompt if isinstance(prompt, str) else None
+        context = self.config.n_positions
+        for prompt, ids, its in zip(prompts, many, params, strict=True):
             limit = len(ids) + its.max_tokens
-            if limit > max(self.config.n_positions, len(ids) + 1):
-                limit = max(self.config.n_positions, len(ids) + 1)
-                short.append((limit - len(ids), its.max_tokens))
-            seed = fresh if its.seed is None else its.seed
-            found += [(given, Request(ids, its, seed, sample, limit)) for sample in range(its.n)]
+            if limit > context:
+                most = max(context, len(ids) + 1)  # one token needs no position
+                if limit > most:
+                    short.append((most - len(ids), its.max_tokens))
+                limit = min(limit, most)
+            given = prompt if isinstance(prompt, str) else None
+            seed = self._seeds.getrandbits(32) if its.seed is None else its.seed
+            for sample in range(its.n):
+                found.append((given, Request(ids, its, seed, sample, limit)))
         if short:
             self._warn(short)
         return found
@@ -243,29 +249,31 @@ class LLM:
             f"{self.config.n_positions:,}", which, f"{room:,}", f"{asked:,}",
         )  # fmt: skip
 
-    def _many_checked(self, prompts: list[Sequence[int]]) -> list[np.ndarray]:
-        """Checked all at once, and one by one only if something is wrong."""
-        together, ends = array("q"), [0]  # takes whole numbers alone, and in half the time that numpy needs
+    def _many_checked(self, prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> list[np.ndarray]:
+        """Checked all at once, and one by one only if something is wrong. They are copies."""
         try:
-            for prompt in prompts:
-                together.extend(array("q", prompt))  # which a list goes into at once
-                ends.append(len(together))
-        except (TypeError, OverflowError):
+            arrays = [_as_array(prompt) for prompt in prompts]
+            flat = np.concatenate(arrays)
+        except (TypeError, ValueError, OverflowError):
             return [self._checked(prompt) for prompt in prompts]
-        flat = np.frombuffer(together, np.int64)
-        found = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
-        fit = all(0 < len(ids) <= self.config.n_positions for ids in found)
-        if fit and 0 <= flat.min() <= flat.max() < self.config.vocab_size:
-            return found
-        return [self._checked(prompt) for prompt in prompts]
+        fit = flat.ndim == 1 and flat.dtype.kind in "iu"
+        fit = fit and all(0 < len(ids) <= self.config.n_positions for ids in arrays)
+        if not fit or flat.min() < 0 or flat.max() >= self.config.vocab_size:
+            return [self._checked(prompt) for prompt in prompts]
+        flat = flat.astype(np.int64, copy=False)
+        ends = itertools.accumulate(map(len, arrays), initial=0)
+        return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
-    def _checked(self, prompt: Sequence[int]) -> np.ndarray:
+    def _checked(self, prompt: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
         context, vocab = self.config.n_positions, self.config.vocab_size
-        ids = np.asarray(prompt)
+        try:
+            ids = np.array(prompt)
+        except (TypeError, ValueError):  # of a GPU, or of rows that differ
+            ids = np.empty((1, 1))
         if not ids.size:
             raise ConfigError("the prompt is empty: give a text; <|endoftext|> starts from nothing")
         if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise ConfigError(f"a prompt is a text or a list of token ids, not {str(prompt)[:40]}")
+            raise ConfigError(f"a prompt is a text or token ids in the host's memory, not {str(prompt)[:40]}")
         ids = ids.astype(np.int64, copy=False)
         if ids.min() < 0 or ids.max() >= vocab:
             bad = next(i for i in ids.tolist() if not 0 <= i < vocab)
@@ -342,9 +350,18 @@ def _changes(job: Job, text: Text) -> Callable[[], bool]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, np.ndarray | torch.Tensor):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))
+
+
+def _as_array(prompt: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
+    """Of whole numbers alone; of a list in half the time that numpy needs."""
+    if isinstance(prompt, np.ndarray | torch.Tensor):
+        return np.asarray(prompt)
+    return np.frombuffer(array("q", prompt), np.int64)
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

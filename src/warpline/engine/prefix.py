@@ -15,17 +15,18 @@ LEAST_PREFIX = 64
 def share_prefixes(sequences: Iterable[Sequence]) -> None:
     """Mark prompts of one call that begin alike, so that what they share is run once: equal prompts, such as those of
     several completions, and of the others what they have in common if that is long enough."""
-    different = []
-    for group in _grouped(sequences, None):
-        if len(group) > 1 and group[0].prompt_length > 1:
-            _share(group, group[0].prompt_length - 1, whole=True)
-        if group[0].prompt_length > LEAST_PREFIX:
-            different.append(group)
-    for groups in _grouped((group[0] for group in different), LEAST_PREFIX):
-        if len(groups) > 1:
-            prompts = [np.asarray(first.request.prompt, np.int64) for first in groups]
+    for begin_alike in _grouped(sequences, LEAST_PREFIX):
+        if len(begin_alike) == 1:
+            continue
+        groups = _grouped(begin_alike, None)
+        for group in groups:
+            if len(group) > 1 and group[0].prompt_length > 1:
+                _share(group, group[0].prompt_length - 1, whole=True)
+        longer = [group for group in groups if group[0].prompt_length > LEAST_PREFIX]
+        if len(longer) > 1:
+            prompts = [np.asarray(group[0].request.prompt, np.int64) for group in longer]
             common = min(_common(prompts[0], other) for other in prompts)
-            members = [s for group in different if group[0] in groups for s in group]
+            members = [sequence for group in longer for sequence in group]
             _share(members, min(common, *(len(prompt) - 1 for prompt in prompts)), whole=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,6 +72,12 @@ class Needs:
             self.min_p or other.min_p,
             max(tops) if tops else None,
         )
+
+
+def joined(needs: Iterable[Needs]) -> Needs:
+    """What sequences need together. Mostly all have the very same."""
+    different = list({id(one): one for one in needs}.values())
+    return functools.reduce(Needs.__or__, different) if different else Needs()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -44,9 +44,9 @@ class Sequence:
         self.prompt_length = len(self.request.prompt)
 
     @property
-    def left(self) -> int:
-        """Tokens that it may still get."""
-        return self.request.limit - max(self.length, self.prompt_length)
+    def steps_left(self) -> int:
+        """Steps until its limit; its first token comes with its prompt."""
+        return self.request.limit - (self.length or self.prompt_length + 1)
 
 
 #: A sequence, and the positions of its prompt from where to where.
@@ -73,22 +73,26 @@ class Turn:
     late: list[Copy] = field(default_factory=list)
     twins: dict[int, list[Sequence]] = field(default_factory=dict)  # by id: those with the same prompt to the end
     running: list[Sequence] = field(default_factory=list)  # those that decode
+    reported: list[Sequence] = field(default_factory=list)  # those that get tokens
     steps: int = 0
 
     def spans(self, parts: list[Part]) -> list[Span]:
         """For the executor, once everything has a slot."""
-        found = []
-        for s, start, end in parts:
-            ends = [s, *self.twins.get(id(s), ())] if end == s.prompt_length else []
-            found.append(Span(s.slot, start, end, tuple(one.slot for one in ends)))
-        return found
+        return [Span(s.slot, start, end, self._ending(s) if end == s.prompt_length else ()) for s, start, end in parts]
 
-    @property
-    def reported(self) -> list[Sequence]:
-        """Those that get tokens: what decodes, and what ends with its first token."""
+    def _ending(self, sequence: Sequence) -> tuple[int, ...]:
+        if not self.twins:
+            return (sequence.slot,)
+        return (sequence.slot, *[twin.slot for twin in self.twins.get(id(sequence), ())])
+
+    def close(self) -> None:
+        """All is planned: what decodes gets tokens, and what ends with its first token."""
+        if not (self.first or self.second):
+            self.reported = self.running
+            return
         ends = [s for s, _, end in (*self.first, *self.second) if end == s.prompt_length]
         ends += [t for twins in self.twins.values() for t in twins]
-        return list(dict.fromkeys([*self.running, *ends]))
+        self.reported = list(dict.fromkeys([*self.running, *ends]))
 
 
 class Scheduler:
@@ -129,9 +133,10 @@ class Scheduler:
                 break
             budget -= rows
             self.running.append(self.waiting.popleft())
-        turn.running = [s for s in self.running if s.filled == s.prompt_length and s.left > (s.length == 0)]
+        turn.running = [s for s in self.running if s.filled == s.prompt_length and s.steps_left > 0]
         if turn.running:
             turn.steps = self._steps(turn.running, wasteful)
+        turn.close()
         for sequence in turn.reported:
             sequence.chunks += 1
         return turn if turn.admitted or turn.first or turn.second or turn.running else None
@@ -174,7 +179,7 @@ class Scheduler:
 
     def _steps(self, running: list[Sequence], wasteful: Callable[[list[Sequence]], bool]) -> int:
         """Few while something waits or is followed; else as many as the first to end has left, if none is wasted."""
-        left = [s.left - (s.length == 0) for s in running]
+        left = [s.steps_left for s in running]
         if self.waiting or any(s.filled < s.prompt_length for s in self.running):
             return min(STEPS_WHILE_WAITING, self.most_steps, max(left))
         followed = [s.chunks for s in running if s.followed]

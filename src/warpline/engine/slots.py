@@ -11,23 +11,17 @@ seed, prompt and sample number alone, so a sequence draws the same in any compan
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from warpline.config import ModelConfig
-from warpline.engine.crossing import Admission, Crossing, HostCrossing, KernelCrossing, Report, TorchCrossing
-from warpline.engine.request import Needs, Request, needs_of
+from warpline.engine.crossing import Crossing, HostCrossing, KernelCrossing, Report, TorchCrossing
+from warpline.engine.request import Needs, Request, joined, needs_of
 from warpline.errors import ConfigError
 from warpline.model.gpt2 import KVCache
-
-#: Of top-k where there is none; no vocabulary is as large.
-ALL_TOKENS = 2**31 - 1
-
 
 #: The record of a slot: what there is one of for each. They are rows of one matrix per type.
 WHOLE = ("length", "known", "limit", "min_length", "top_k", "reported")
@@ -110,22 +104,21 @@ class Slots(Record):
 
     def needs(self, lanes: Sequence[int]) -> Needs:
         """What these sequences need together."""
-        found = {self._needs[slot] for slot in lanes}
-        return functools.reduce(Needs.__or__, found, Needs())
+        return joined(map(self._needs.__getitem__, lanes))
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Give each request a free slot and write its record. Launches that are under way do not matter to it."""
         if len(requests) > len(self._free):
             raise ConfigError(f"{len(requests)} sequences do not fit into {len(self._free)} free slots")
-        vocab = self.config.vocab_size
-        needs = [needs_of(request.params, vocab) for request in requests]
-        self._room_for_logprobs(max((n.logprobs for n in needs if n.logprobs is not None), default=None))
-        made = admission(requests, vocab)
+        params = {id(request.params): request.params for request in requests}  # often one for all
+        needs = {key: needs_of(its, self.config.vocab_size) for key, its in params.items()}
+        self._room_for_logprobs(joined(needs.values()).logprobs)
+        self.crossing.stage(requests)
         slots = [heapq.heappop(self._free) for _ in requests]
-        for slot, request, need in zip(slots, requests, needs, strict=True):
-            self._requests[slot], self._needs[slot] = request, need
+        for slot, request in zip(slots, requests, strict=True):
+            self._requests[slot], self._needs[slot] = request, needs[id(request.params)]
         try:
-            self.crossing.admit(slots, made)
+            self.crossing.admit(slots)
         except BaseException:
             for slot in slots:
                 self.release(slot)
@@ -133,12 +126,12 @@ class Slots(Record):
         return slots
 
     def report(self, lanes: Sequence[int], most: int) -> Report:
-        """What these slots have got since the last report, up to `most` tokens each."""
-        wanting = [slot for slot in lanes if self._needs[slot].logprobs is not None]
-        buffers = [b for b in (self.logprob, self.top_logprob, self.top_token) if b is not None]
-        kept = {
-            slot: tuple(buffer[slot].clone() for buffer in buffers) for slot in wanting
-        }  # what follows writes there
+        """What these slots have got since the last report, which is `most` tokens each at most."""
+        kept = {}
+        if self.logprob is not None:  # what follows writes there
+            buffers = [b for b in (self.logprob, self.top_logprob, self.top_token) if b is not None]
+            wanting = [slot for slot in lanes if self._needs[slot].logprobs is not None]
+            kept = {slot: tuple(buffer[slot].clone() for buffer in buffers) for slot in wanting}
         return self.crossing.report(lanes, most, kept)
 
     def release(self, slot: int) -> None:
@@ -177,26 +170,3 @@ class Slots(Record):
             top_logprob[..., : before.shape[-1]] = self.top_logprob
             top_token[..., : before.shape[-1]] = before
         self.logprob, self.top_logprob, self.top_token = logprob, top_logprob, top_token
-
-
-def admission(requests: Sequence[Request], vocab: int) -> Admission:
-    """What requests bring. One that cannot be admitted is an error, and nothing has changed."""
-    whole, numbers, flags, streams, given = [], [], [], [], []
-    for request in requests:
-        p, length = request.params, len(request.prompt)
-        ids = np.asarray(request.prompt, np.int64)
-        if len(request.forced):
-            ids = np.concatenate((ids, np.asarray(request.forced[: request.limit - length], np.int64)))
-        given.append(ids)
-        top = p.top_k if 0 < p.top_k < vocab else ALL_TOKENS
-        whole.append((length, len(ids), request.limit, length + p.min_tokens, top))
-        numbers.append((p.temperature, p.top_p, p.min_p, p.repetition_penalty))
-        flags.append(not p.ignore_eos)
-        streams.append(request.stream if p.temperature > 0 else 0)
-    return Admission(
-        np.array(whole, np.int64),
-        np.array(numbers, np.float32),
-        np.array(flags, np.bool_),
-        np.array(streams, np.uint64),
-        given,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
@@ -93,6 +93,8 @@ class Buffer:
     strided: bool = False
     #: The tunable that says how many rows a tile has, where the hardware copies tiles: the device gets a TensorMap.
     tiled_by: str | None = None
+    #: Whether it may lie in pinned memory of the host: what a launch reads or writes once need not be copied.
+    pinned: bool = False
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
         """Its extents for given dimensions."""
@@ -160,6 +162,11 @@ class Absent:
 def reads(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
     """An input, its dimensions named in one string."""
     return Buffer(name, tuple(dims.split()), holds=holds, touched=None if touched is None else tuple(touched.split()))
+
+
+def pinned(buffer: Buffer) -> Buffer:
+    """The same, but it may lie in pinned memory of the host."""
+    return replace(buffer, pinned=True)
 
 
 def tiles(name: str, dims: str, rows: str) -> Buffer:

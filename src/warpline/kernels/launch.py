@@ -64,9 +64,8 @@ class Module:
         _check(driver, status, f"finding {name}")
         if tensor.nbytes != room:
             raise KernelError(f"{self.label}: {name} has {tensor.nbytes:,} bytes, the program holds {room:,}")
-        stream = torch.cuda.current_stream(self.device).cuda_stream
         with torch.cuda.device(self.device):
-            (status,) = driver.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, stream)
+            (status,) = driver.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, current_stream(self.device))
         _check(driver, status, f"writing {name}")
 
     def require_cooperation(self, shape: Launch) -> None:
@@ -92,8 +91,7 @@ class Module:
     ) -> None:
         """Enqueue one launch on torch's current stream; `pointers` lead to the arguments. A cooperative launch's blocks
         run all at once; an overlapping launch may begin before the one ahead of it has ended."""
-        driver = _driver()
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        driver, stream = _driver(), current_stream(self.device)
         sizes = (shape.grid, 1, 1, shape.block // shape.teams, shape.teams, 1, shape.shared_bytes, stream)
         at = ctypes.addressof(pointers)
         if overlapping:
@@ -103,6 +101,21 @@ class Module:
         else:
             (status,) = driver.cuLaunchKernel(self._function, *sizes, at, 0)
         _check(driver, status, f"launching {self.label}")
+
+
+def upload(target: Tensor, source: Tensor) -> None:
+    """Enqueue a copy from pinned memory to a GPU on torch's current stream; both are contiguous and of one size. It
+    takes the host half as long as `copy_`, and may be captured."""
+    driver = _driver()
+    stream = current_stream(target.device.index)
+    (status,) = driver.cuMemcpyHtoDAsync(target.data_ptr(), source.data_ptr(), source.nbytes, stream)
+    _check(driver, status, "copying to the GPU")
+
+
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream; asking for the stream itself takes ten times as long."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device)
+    return handle
 
 
 class Arguments:
@@ -207,7 +220,8 @@ class Plan:
         numbers: Mapping[str, float | None] | None = None,
         overlapping: bool = False,
     ):
-        first = inputs[spec.storage or 0]
+        own = [tensor for buffer, tensor in zip(spec.inputs, inputs, strict=True) if not buffer.pinned]
+        first = own[0] if spec.storage is None else inputs[spec.storage]
         if not first.is_cuda:
             raise ConfigError(f"{spec.name}: the inputs are on the CPU: move them to a GPU")
         dtype = spec.dtypes[0] if spec.storage is None else DTYPES.get(first.dtype)
@@ -333,7 +347,8 @@ def _word(value: float, *, is_int: bool) -> int:
 
 
 def _require(spec: KernelSpec, buffer: Buffer, tensor: Tensor, kind: torch.dtype, device: torch.device) -> None:
-    if tensor.dtype != kind or tensor.device != device or not (buffer.strided or tensor.is_contiguous()):
+    here = tensor.device == device or (buffer.pinned and tensor.is_pinned())
+    if tensor.dtype != kind or not here or not (buffer.strided or tensor.is_contiguous()):
         raise ConfigError(f"{spec.name}: {buffer.name} must be contiguous, {kind}, on {device}")
     if buffer.strided and tensor.dim() == 4 and not _is_vectorised(tensor):
         raise ConfigError(
@@ -365,6 +380,7 @@ def _overlapping(driver: Any, sizes: Sequence[int]) -> Any:
     return config
 
 
+@functools.cache
 def _driver() -> Any:
     from cuda.bindings import driver
 

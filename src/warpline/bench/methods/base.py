@@ -150,8 +150,17 @@ class Method(ABC):
     def generate(self, prompts: Any, new: int) -> Any:
         """`new` tokens behind what `given` made of prompts, never ending early, as a user of the method gets them."""
 
+    def ids(self, prompts: Tensor) -> Any:
+        """Prompts [B, P] as a user of the method has them before it begins: on the host."""
+        return prompts.cpu()
+
+    def answer(self, ids: Any, new: int) -> Any:
+        """`generate` from ids on the host to tokens on the host, which is what is timed: nobody has one without the
+        other."""
+        return self.generate(self.given(ids.to(self.device)), new).cpu()
+
     def tokens(self, answer: Any) -> Tensor:
-        """What `generate` gave, as a tensor [B, new]: this is not timed."""
+        """What `generate` or `answer` gave, as a tensor [B, new]: this is not timed."""
         assert isinstance(answer, Tensor)
         return answer
 

@@ -20,7 +20,7 @@ from warpline.config import SamplingParams
 from warpline.engine import executors
 from warpline.engine.crossing import BROKEN, FAULT
 from warpline.engine.executors.pytorch import TorchExecutor
-from warpline.engine.llm import LLM
+from warpline.engine.llm import LLM, Prompt
 from warpline.engine.request import Request, Span
 from warpline.engine.slots import Slots
 from warpline.engine.text import Completion
@@ -61,14 +61,19 @@ class OnLLM(Method):
         config, dtype = read_config(case.model), cls.stored or case.dtype
         executors.begin(executors.choose("auto", device, config, dtype), config, device, dtype)
 
-    def given(self, prompts: Tensor) -> list[list[int]]:
+    def given(self, prompts: Tensor) -> list[np.ndarray]:
         """Ids on the host."""
-        ids: list[list[int]] = prompts.tolist()
-        return ids
+        return list(prompts.cpu().numpy())
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[Completion]:
+    ids = given
+
+    def generate(self, prompts: Sequence[np.ndarray], new: int) -> list[Completion]:
         """What a user holds: completions, with their texts."""
         return self._written(prompts, _greedy(new))
+
+    def answer(self, ids: Sequence[np.ndarray], new: int) -> list[Completion]:
+        """It begins and ends on the host."""
+        return self.generate(ids, new)
 
     def tokens(self, answer: list[Completion]) -> Tensor:
         """Their ids are what is judged."""
@@ -79,9 +84,7 @@ class OnLLM(Method):
         written = self._written([one.prompt for one in asked], [_greedy(one.new) for one in asked])
         yield [list(completion.token_ids) for completion in written]
 
-    def _written(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[Completion]:
+    def _written(self, prompts: Sequence[Prompt], params: SamplingParams | list[SamplingParams]) -> list[Completion]:
         completions = self._llm.generate(list(prompts), params)
         for completion in completions:
             _ = completion.text  # made when it is asked for
@@ -180,6 +183,12 @@ class OnExecutor(Method):
     def given(self, prompts: Tensor) -> list[np.ndarray]:
         """Ids on the host."""
         return list(prompts.cpu().numpy())
+
+    ids = given
+
+    def answer(self, ids: Sequence[np.ndarray], new: int) -> Tensor:
+        """It begins and ends on the host."""
+        return self.generate(ids, new)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
         """Prompts into slots that are kept for the next time, through the model, and the tokens out of them."""

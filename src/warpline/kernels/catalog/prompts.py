@@ -17,20 +17,23 @@ if TYPE_CHECKING:
 ENTRY = 8
 
 
-def prompt_tiles(spans: np.ndarray, tile_queries: int) -> np.ndarray:
-    """The table, int32 [tiles, 8], of `spans` [n, 4], the new tokens of n slots: (slot, start, row, count) of each, so
-    many tokens at the positions of `slot` from `start` on, in packed rows from `row` on. An entry is (slot, start, row,
-    first, count, 0, 0, 0), for `tile_queries` of them from `first` on. What sees the most keys takes the longest and
-    comes first."""
+def prompt_tiles(
+    slot: np.ndarray, start: np.ndarray, row: np.ndarray, count: np.ndarray, tile_queries: int
+) -> np.ndarray:
+    """The table, int32 [tiles, 8], of the new tokens of n slots: of each `count` tokens at the positions of `slot` from
+    `start` on, in packed rows from `row` on. An entry is (slot, start, row, first, count, 0, 0, 0), for `tile_queries`
+    of them from `first` on. What sees the most keys takes the longest and comes first."""
     import numpy as np
 
-    slot, start, row, count = np.asarray(spans, np.int64).reshape(-1, 4).T
     tiles = -(-count // tile_queries)
-    lane = np.repeat(np.arange(len(tiles)), tiles)
-    first = (np.arange(len(lane)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_queries
-    table = np.zeros((len(lane), ENTRY), np.int32)
-    table[:, :5] = np.stack([slot[lane], start[lane], row[lane], first, count[lane]], axis=1)
-    return table[np.argsort(-(start[lane] + first), kind="stable")]
+    behind = tiles.cumsum()
+    lane = np.arange(len(tiles)).repeat(tiles)
+    first = (np.arange(len(lane)) - (behind - tiles)[lane]) * tile_queries
+    order = np.argsort(-(start[lane] + first), kind="stable")
+    lane, table = lane[order], np.zeros((len(lane), ENTRY), np.int32)
+    for column, values in enumerate((slot[lane], start[lane], row[lane], first[order], count[lane])):
+        table[:, column] = values
+    return table
 
 
 def _table(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
@@ -52,8 +55,8 @@ def _table(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
     count = ends.diff(prepend=torch.zeros(1, dtype=ends.dtype))
     most = (dims["positions"] - count).clamp(max=past)
     start = most if full else draw(most) * draw(1)
-    spans = torch.stack([slot, start, ends - count, count], dim=1).numpy()
-    table = prompt_tiles(spans, dims["tile_queries"])
+    row = ends - count
+    table = prompt_tiles(slot.numpy(), start.numpy(), row.numpy(), count.numpy(), dims["tile_queries"])
     return torch.from_numpy(table if full else np.concatenate([table, np.zeros_like(table[:1])]))
 
 

@@ -15,6 +15,7 @@ from warpline.kernels.arguments import (
     count_of,
     distinct,
     index_into,
+    pinned,
     reads,
     updates,
 )
@@ -28,9 +29,21 @@ if TYPE_CHECKING:
 _LANES = distinct("rows", "slots")
 
 
-def _slots(rows: int, capacity: int, width: int | None = None) -> Dims:
-    dims = {"rows": rows, "slots": rows + 3, "capacity": capacity}
-    return dims if width is None else dims | {"width": width}
+def _some_lanes(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
+    """As many, but some say nothing."""
+    import torch
+
+    assert _LANES.made is not None
+    lanes = _LANES.made(dims, generator, full)
+    return lanes if full else lanes.where(torch.rand(len(lanes), generator=generator) < 0.8, -1)
+
+
+#: A slot for each row, or -1.
+_MAYBE_LANES = Values("int64", made=_some_lanes)
+
+
+def _slots(rows: int, capacity: int, **more: int) -> Dims:
+    return {"rows": rows, "slots": rows + 3, "capacity": capacity, **more}
 
 
 def _block_per_row(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
@@ -104,15 +117,25 @@ def _admit(
     import torch
 
     *records, tokens, noise = (t.clone() for t in state)
+    lanes, whole, numbers, flags, stream = (t[lanes >= 0] for t in (lanes, whole, numbers, flags, stream))
     no = torch.zeros_like(flags)
-    brought = (*whole.unbind(1), *numbers.unbind(1), flags, no, no, whole[:, 0])
+    brought = (*whole[:, :5].unbind(1), *numbers.unbind(1), flags, no, no, whole[:, 0])
     for record, values in zip(records, brought, strict=True):
         record[lanes] = values.to(record.dtype)
-    width = given.shape[1]
-    known = torch.arange(width, device=given.device) < whole[:, 1:2]
-    tokens[lanes, :width] = torch.where(known, given.long(), tokens[lanes, :width])
+    for slot, known, begin in zip(lanes.tolist(), *whole[:, [1, 5]].T.tolist(), strict=True):
+        tokens[slot, :known] = given[begin : begin + known]
     noise[lanes] = splitmix(stream[:, None], torch.arange(noise.shape[1], device=stream.device)).to(torch.int32)
     return *records, tokens, noise
+
+
+def _brought(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
+    """Any numbers, but tokens lie one behind the other."""
+    import torch
+
+    most = dims["given"] // dims["rows"]
+    whole = torch.randint(1, most + 1, (dims["rows"], 6), generator=generator)
+    whole[:, 5] = whole[:, 1].cumsum(0) - whole[:, 1]
+    return whole
 
 
 ADMIT = KernelSpec(
@@ -120,12 +143,13 @@ ADMIT = KernelSpec(
     summary="what new requests bring, into their slots: numbers, known tokens, and the noise of all draws",
     header="ops/admit.cuh",
     arguments=(
-        reads("lanes", "rows", _LANES),
-        reads("whole", "rows 5", count_of("width")),  # length, known, limit, min_length, top_k
-        reads("numbers", "rows 4", FLOAT),  # temperature, top_p, min_p, penalty
-        reads("flags", "rows", FLAG),  # stops_at_eos
-        reads("stream", "rows", LONG_BITS),
-        reads("given", "rows width", BITS),
+        pinned(reads("lanes", "rows", _MAYBE_LANES)),
+        # length, known, limit, min_length, top_k, begin
+        pinned(reads("whole", "rows 6", Values("int64", made=_brought))),
+        pinned(reads("numbers", "rows 4", FLOAT)),  # temperature, top_p, min_p, penalty
+        pinned(reads("flags", "rows", FLAG)),  # stops_at_eos
+        pinned(reads("stream", "rows", LONG_BITS)),
+        pinned(reads("given", "given", BITS)),
         *(
             updates(name, "slots", LONG_BITS, touched="rows")
             for name in ("length", "known", "limit", "min_length", "top_k")
@@ -133,9 +157,8 @@ ADMIT = KernelSpec(
         *(updates(name, "slots", FLOAT, touched="rows") for name in ("temperature", "top_p", "min_p", "penalty")),
         *(updates(name, "slots", FLAG, touched="rows") for name in ("stops_at_eos", "done", "broken")),
         updates("reported", "slots", LONG_BITS, touched="rows"),
-        updates("tokens", "slots capacity", LONG_BITS, touched="rows width"),
+        updates("tokens", "slots capacity", LONG_BITS, touched="given"),
         updates("noise", "slots capacity", BITS, touched="rows capacity"),
-        Scalar("width"),
         Scalar("capacity"),
     ),
     tunables={"block": (256, 128, 1024)},
@@ -145,10 +168,10 @@ ADMIT = KernelSpec(
     reference=_admit,
     dtypes=("fp32",),
     test_dims=(
-        *(_slots(rows, 20, 12) for rows in (1, 2, 3, 9, 300)),
-        *(_slots(4, 1024, width) for width in (1, 257, 1024)),
+        *(_slots(rows, 20, given=12 * rows) for rows in (1, 2, 3, 9, 300)),
+        *(_slots(4, 1024, given=4 * most) for most in (1, 257, 1024)),
     ),
-    bench_dims=(_slots(1, 1024, 128), _slots(64, 1024, 128)),
+    bench_dims=(_slots(1, 1024, given=128), _slots(64, 1024, given=64 * 128)),
 )
 
 
@@ -170,13 +193,16 @@ def _report(
 ) -> tuple[Tensor, ...]:
     import torch
 
+    rows, news = (lanes >= 0).nonzero().flatten(), news.clone()
+    lanes = lanes[rows]
     room, before = news.shape[1] - 2, reported[lanes]
     count = (length[lanes] - before).clamp(0, room)
     flags = done[lanes] + 2 * broken[lanes] + 4 * (fault != 0)
     at = torch.arange(room, device=tokens.device)
     found = tokens[lanes].gather(1, (before[:, None] + at).clamp(max=tokens.shape[1] - 1))
-    found = found.where(at < count[:, None], -1)
-    return reported.index_put((lanes,), before + count), torch.cat([count[:, None], flags[:, None], found], 1).int()
+    found = found.where(at < count[:, None], news[rows, 2:])
+    news[rows] = torch.cat([count[:, None], flags[:, None], found], 1).int()
+    return reported.index_put((lanes,), before + count), news
 
 
 REPORT = KernelSpec(
@@ -188,11 +214,10 @@ REPORT = KernelSpec(
         reads("length", "slots", count_of("capacity"), touched="rows"),
         reads("done", "slots", FLAG, touched="rows"),
         reads("broken", "slots", FLAG, touched="rows"),
-        reads("lanes", "rows", _LANES),
+        pinned(reads("lanes", "rows", _MAYBE_LANES)),
         reads("fault", "1", Values("int32", made=_some_fault)),
         updates("reported", "slots", index_into("capacity"), touched="rows"),
-        # Written as a whole; how wide it is only the caller knows, so it is given like what is changed in part.
-        updates("news", "rows width", BITS),
+        pinned(updates("news", "rows width", BITS)),
         Scalar("width"),
         Scalar("capacity"),
     ),
@@ -203,8 +228,8 @@ REPORT = KernelSpec(
     reference=_report,
     dtypes=("fp32",),
     test_dims=(
-        *(_slots(rows, 20, 6) for rows in (1, 2, 3, 9, 300)),
-        *(_slots(9, 1024, width) for width in (2, 3, 130, 1026)),
+        *(_slots(rows, 20, width=6) for rows in (1, 2, 3, 9, 300)),
+        *(_slots(9, 1024, width=width) for width in (2, 3, 130, 1026)),
     ),
-    bench_dims=(_slots(1, 1024, 34), _slots(64, 1024, 34)),
+    bench_dims=(_slots(1, 1024, width=34), _slots(64, 1024, width=34)),
 )

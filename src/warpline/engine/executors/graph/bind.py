@@ -90,11 +90,12 @@ def bind(ops: Sequence[Bound], *, overlapping: bool = False) -> list[Callable[[]
 
 def _bind(op: Bound, overlapping: bool) -> launch.Call | Callable[[], None]:
     spec, inputs = op.spec, list(op.inputs)
-    if spec.vendor is not None and inputs[0].is_cuda:
+    cuda = any(tensor.is_cuda for tensor in inputs)
+    if spec.vendor is not None and cuda:
         rows, outputs = op.outputs[0].shape
         if rows > MOST_OWN_ROWS or outputs > MOST_OWN_OUTPUTS:
             return partial(spec.vendor, *inputs, *op.outputs)
-    if inputs[0].is_cuda:
+    if cuda:
         return launch.Call(spec, inputs, outputs=list(op.outputs), numbers=op.numbers, overlapping=overlapping)
     changed = [tensor for buffer, tensor in zip(spec.inputs, inputs, strict=True) if buffer.role == "updated"]
     numbers = spec.number_values(spec.dims_of([tensor.shape for tensor in inputs]), op.numbers)

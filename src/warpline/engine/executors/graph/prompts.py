@@ -8,6 +8,7 @@ of `schedule` with FlashAttention that reads what is in the cache already and pu
 from __future__ import annotations
 
 import functools
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from warpline.config import ACTIVATIONS
-from warpline.engine.crossing import Progress, Staging
+from warpline.engine.crossing import Progress, Table
 from warpline.engine.executors.graph.bind import PREPARING, bind, captured
 from warpline.engine.executors.graph.schedule import (
     End,
@@ -38,7 +39,7 @@ from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 from warpline.kernels import launch
 from warpline.kernels.catalog import find
-from warpline.kernels.catalog.prompts import prompt_tiles
+from warpline.kernels.catalog.prompts import ENTRY, prompt_tiles
 from warpline.model.weights import Weights
 
 Launch = Callable[[], object]
@@ -52,6 +53,8 @@ MOST_KEPT = 1 << 16
 #: Launches in a pass's first graph, and how much larger each graph is than the one before. A graph whose kernels
 #: overlap begins when the host has gone through all of them, 1 µs each (H200); meanwhile the one before runs, 4 each.
 FIRST_PART, GROWTH = 8, 4
+#: Rows and positions, to be sliced.
+_POSITIONS = np.arange(1 << 17)
 
 
 def rounded_rows(rows: int) -> int:
@@ -81,9 +84,11 @@ class Prompts:
 
     def run(self, slots: Slots, spans: Sequence[Span]) -> None:
         """As `Executor._prefill` describes it. Prompts that go on later have no end, and a pass of their own."""
-        for part in ([s for s in spans if not s.lanes], [s for s in spans if s.lanes]):
-            if part:
-                self._run(slots, part)
+        ending = [span for span in spans if span.lanes]
+        if len(ending) < len(spans):
+            self._run(slots, [span for span in spans if not span.lanes])
+        if ending:
+            self._run(slots, ending)
 
     def _run(self, slots: Slots, spans: Sequence[Span]) -> None:
         lanes = [lane for span in spans for lane in span.lanes]
@@ -91,13 +96,13 @@ class Prompts:
         count, needs = rounded_sequences(max(len(spans), len(lanes))), slots.needs(lanes)
         end = end_for(count, likeliest=needs.likeliest) if lanes else End.NOTHING
         found = self._pass(slots, (rows, count, end))
-        found.fill(spans, slots.parking)
+        found.fill(spans, lanes, slots.parking)
         self.table = found.steps
         if needs.logprobs is None:
             found.run()
             return
         with torch.inference_mode():
-            done = slots.done[found.lanes[: len(lanes)]]
+            done = slots.done[slots.crossing.select(lanes, len(lanes))]
             found.run()
             note_logprobs(slots, lanes, found.logits[: len(lanes)], done)
 
@@ -149,50 +154,56 @@ class Pass:
             *blocks(weights, rows, attention, last_rows=0 if end is End.NOTHING else count),
             *ending(weights, count, end, "last.out"),
         ]
-        self._launches: list[Launch] = [*bind(on_memory(self.steps, named), overlapping=True)]
+        self._launches: list[Launch] = [self._table.send, *bind(on_memory(self.steps, named), overlapping=True)]
         self._runs = 0
         self._replays: list[Launch] = []
 
     def _tables(self, rows: int, count: int, progress: Progress) -> None:
         """What differs from run to run, in one block of memory: one copy brings it all."""
         tiles = rows // self._queries + count
-        self._ends = np.cumsum([2 * rows, 2 * rows, 2 * count, 2 * count, 8 * tiles]).tolist()  # in int32
-        self._block = torch.zeros(self._ends[-1], dtype=torch.int32, device=self._device)
-        begins = [0, *self._ends[:-1]]
-        parts = [slice(*ends) for ends in zip(begins, self._ends, strict=True)]
-        *long, tiles_there = (self._block[part] for part in parts)
+        ends = np.cumsum([2 * rows, 2 * rows, 2 * count, 2 * count, 8 * tiles]).tolist()  # in int32
+        block = torch.zeros(ends[-1], dtype=torch.int32, device=self._device)
+        parts = [slice(*both) for both in itertools.pairwise([0, *ends])]
+        *long, tiles_there = (block[part] for part in parts)
         self.row_slots, self.row_positions, self.last, self.lanes = (part.view(torch.int64) for part in long)
-        self.tiles = tiles_there.view(tiles, 8)
-        self._staging = Staging(self._block, progress)
-        array = self._staging.ready()
-        self._here = [array[part].view(np.int64) for part in parts[:4]], array[parts[4]].reshape(tiles, 8)
+        self.tiles = tiles_there.view(tiles, ENTRY)
+        self._table = Table(block, progress)
+        array = self._table.array
+        self._here = [array[part].view(np.int64) for part in parts[:4]], array[parts[4]].reshape(tiles, ENTRY)
 
-    @torch.inference_mode()
-    def fill(self, spans: Sequence[Span], parking: int) -> None:
-        """Say what the next run is over. The GPU waits for this."""
-        self._staging.ready()
-        (row_slots, row_positions, last, lanes), tiles = self._here
-        if len(spans) == 1:
-            slot, start, end, named = spans[0]
-            rows = end - start
-            row_slots[:rows], row_positions[:rows], last[: len(named)] = slot, np.arange(start, end), rows - 1
-            found = _tiles_of(rows, self._queries)
-            tiles[: len(found)] = found
-            tiles[: len(found), :2] = slot, start
-        else:
-            slot, start, end = np.array([span[:3] for span in spans]).T
-            count = end - start
-            behind = count.cumsum()
-            first, rows = behind - count, int(behind[-1])
-            row_slots[:rows], row_positions[:rows] = slot.repeat(count), np.arange(rows) - (first - start).repeat(count)
-            named = tuple(lane for span in spans for lane in span.lanes)
-            last[: len(named)] = (behind - 1).repeat([len(span.lanes) for span in spans])
-            found = prompt_tiles(np.stack((slot, start, first, count), axis=1), self._queries)
-            tiles[: len(found)] = found
+    def fill(self, spans: Sequence[Span], ending: Sequence[int], parking: int) -> None:
+        """Say what the next run is over, and which slots get a token. The GPU waits for this."""
+        self._table.wait()
+        (row_slots, _, _, lanes), tiles = self._here
+        rows, found = self._fill_one(spans[0]) if len(spans) == 1 else self._fill_many(spans)
         row_slots[rows:] = parking
-        lanes[: len(named)], lanes[len(named) :] = named, parking
-        tiles[len(found) :] = 0
-        self._staging.send(self._ends[-1])
+        lanes[: len(ending)], lanes[len(ending) :] = ending, parking
+        tiles[found:] = 0
+
+    def _fill_one(self, span: Span) -> tuple[int, int]:
+        """Rows and tiles. Most passes are over one prompt, and arrays of one element are slow."""
+        (row_slots, row_positions, last, _), tiles = self._here
+        slot, start, end, lanes = span
+        rows = end - start
+        row_slots[:rows], row_positions[:rows], last[: len(lanes)] = slot, _POSITIONS[start:end], rows - 1
+        found = _tiles_of(rows, self._queries)
+        tiles[: len(found)] = found
+        tiles[: len(found), :2] = slot, start
+        return rows, len(found)
+
+    def _fill_many(self, spans: Sequence[Span]) -> tuple[int, int]:
+        (row_slots, row_positions, last, _), tiles = self._here
+        slots, starts, ends, lanes = zip(*spans, strict=True)
+        slot, start, end = (np.array(values) for values in (slots, starts, ends))
+        count = end - start
+        behind = count.cumsum()
+        first, rows = behind - count, int(behind[-1])
+        row_slots[:rows], row_positions[:rows] = slot.repeat(count), _POSITIONS[:rows] - (first - start).repeat(count)
+        taken = [len(its) for its in lanes]
+        last[: sum(taken)] = (behind - 1).repeat(taken)
+        found = prompt_tiles(slot, start, first, count, self._queries)
+        tiles[: len(found)] = found
+        return rows, len(found)
 
     def run(self) -> None:
         """Kernel by kernel the first time, captured the second: a size that does not come again should not wait for a
@@ -201,6 +212,7 @@ class Pass:
             self._begin()
         for replay in self._replays:
             replay()
+        self._table.used()
 
     @torch.inference_mode()
     def _begin(self) -> None:
@@ -215,7 +227,8 @@ class Pass:
 @functools.lru_cache(maxsize=2048)
 def _tiles_of(rows: int, queries: int) -> np.ndarray:
     """The table of one sequence, but for its slot and where it starts."""
-    return prompt_tiles(np.array([[0, 0, 0, rows]]), queries)
+    none = np.zeros(1, np.int64)
+    return prompt_tiles(none, none, none, none + rows, queries)
 
 
 def _tile_queries(weights: Weights, slots: Slots, rows: int) -> int:

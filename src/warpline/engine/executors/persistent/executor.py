@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,16 @@ from warpline.model.weights import Weights
 
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
+
+
+@dataclass(eq=False, slots=True)
+class _Decoder:
+    """A program, and what has become of it."""
+
+    program: persistent.DecodeProgram
+    compiled: Future[Binary[persistent.DecodeProgram]] | None = None  # ahead of its first use
+    kernel: persistent.DecodeKernel | None = None
+    bound: WeakKeyDictionary[Slots, persistent.Arguments] = field(default_factory=WeakKeyDictionary)
 
 
 class PersistentExecutor(Executor):
@@ -84,12 +94,8 @@ class PersistentExecutor(Executor):
         self.most_lanes = self.extents.most_rows
         self._tapes = record(weights, persistent.plan(self.extents))
         self._logits: Tensor | None = None
-        self._kernels: dict[persistent.DecodeProgram, persistent.DecodeKernel] = {}
         self._compiler, self._compiling = ThreadPoolExecutor(1, "warpline-compile"), threading.Lock()
-        self._ahead: dict[persistent.DecodeProgram, Future[Binary[persistent.DecodeProgram]]] = {}
-        self._bound: WeakKeyDictionary[Slots, dict[persistent.DecodeProgram, persistent.Arguments]] = (
-            WeakKeyDictionary()
-        )
+        self._decoders: dict[tuple[object, ...], _Decoder] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self._stamps: Tensor | None = None
 
@@ -102,18 +108,20 @@ class PersistentExecutor(Executor):
         if len(lanes) > self.extents.most_rows:
             return
         needed = self._decoder(len(lanes), slots.needs(lanes))
-        with self._compiling:
-            for program in (needed, *(self._program(len(lanes), filters=filters) for filters in (False, True))):
-                if program not in self._ahead:
-                    self._ahead[program] = self._compiler.submit(compile_one, program, self.extents.arch)
+        if needed.kernel is not None:
+            return
+        for decoder in (needed, *(self._with(len(lanes), filters=filters) for filters in (False, True))):
+            with self._compiling:
+                if decoder.compiled is None:
+                    decoder.compiled = self._compiler.submit(compile_one, decoder.program, self.extents.arch)
 
-    def _loaded(self, program: persistent.DecodeProgram) -> persistent.DecodeKernel:
-        if (found := self._kernels.get(program)) is None:
-            if (ahead := self._ahead.get(program)) is not None:
-                ahead.result()
+    def _loaded(self, decoder: _Decoder) -> persistent.DecodeKernel:
+        if decoder.kernel is None:
+            if decoder.compiled is not None:
+                decoder.compiled.result()
             with PREPARING:
-                found = self._kernels[program] = persistent.DecodeKernel(program, self._index)
-        return found
+                decoder.kernel = persistent.DecodeKernel(decoder.program, self._index)
+        return decoder.kernel
 
     def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
         """A launch looks before every token."""
@@ -136,25 +144,25 @@ class PersistentExecutor(Executor):
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
         """In one launch, unless the logarithms of probabilities are asked for."""
         needs = slots.needs(lanes)
-        program = self._decoder(len(lanes), needs)
+        decoder = self._decoder(len(lanes), needs)
         if needs.logprobs is None:
             self._reached("decode")
-            self._launch(slots, lanes, n, program)
+            self._launch(slots, lanes, n, decoder)
             return
         for _ in range(n):
             self._reached("decode")
             with torch.inference_mode():
-                advance(slots, lanes, self._launch(slots, lanes, 1, program))
+                advance(slots, lanes, self._launch(slots, lanes, 1, decoder))
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """From a launch that keeps what its blocks exchange."""
-        program = self._program(len(lanes), logits=True, observed=True, splits=1)
-        logits = self._launch(slots, lanes, 1, program)
+        decoder = self._with(len(lanes), logits=True, observed=True, splits=1)
+        logits = self._launch(slots, lanes, 1, decoder)
         torch.cuda.synchronize(self.device)
         if slots.fault.item():
             slots.fault.zero_()
             raise self.fault()
-        exchanged = self._loaded(program).exchanged()
+        exchanged = self._loaded(decoder).exchanged()
         seen = {name: values[: len(lanes)].clone() for name, values in exchanged.items()}
         seen["logits"] = logits.clone()
         with torch.inference_mode():
@@ -173,25 +181,31 @@ class PersistentExecutor(Executor):
         finally:
             self.extents, self._stamps = before, None
 
-    def _decoder(self, lanes: int, needs: Needs) -> persistent.DecodeProgram:
-        """The program that decodes so many lanes with such needs."""
+    def _decoder(self, lanes: int, needs: Needs) -> _Decoder:
+        """What decodes so many lanes with such needs."""
         if needs.logprobs is not None:
-            return self._program(lanes, logits=True)
-        return self._program(lanes, filters=needs.filters)
+            return self._with(lanes, logits=True)
+        return self._with(lanes, filters=needs.filters)
 
-    def _program(self, lanes: int, **options: Any) -> persistent.DecodeProgram:
-        return persistent.DecodeProgram(replace(self.extents, rows=1 << (lanes - 1).bit_length(), **options))
+    def _with(self, lanes: int, **options: Any) -> _Decoder:
+        rows = 1 << (lanes - 1).bit_length()
+        key = (rows, self.extents.stamped_tokens, *options.items())
+        if (found := self._decoders.get(key)) is None:
+            program = persistent.DecodeProgram(replace(self.extents, rows=rows, **options))
+            found = self._decoders.setdefault(key, _Decoder(program))
+        return found
 
     @torch.inference_mode()
-    def _launch(self, slots: Slots, lanes: Sequence[int], n: int, program: persistent.DecodeProgram) -> Tensor:
+    def _launch(self, slots: Slots, lanes: Sequence[int], n: int, decoder: _Decoder) -> Tensor:
         """What does not change from launch to launch is put together once: the GPU may be waiting."""
-        if self._logits is None or len(self._logits) < program.extents.rows:
-            self._logits = torch.empty(program.extents.rows, self.config.vocab_size, device=self.device)
-        kernel, bound = self._loaded(program), self._bound.setdefault(slots, {})
+        rows = decoder.program.extents.rows
+        if self._logits is None or len(self._logits) < rows:
+            self._logits = torch.empty(rows, self.config.vocab_size, device=self.device)
+        kernel = self._loaded(decoder)
         table = slots.crossing.select(lanes, len(lanes))
-        if (arguments := bound.get(program)) is None:
+        if (arguments := decoder.bound.get(slots)) is None:
             tensors = self._tensors(slots) | {"lanes": table}
-            arguments = bound[program] = kernel.arguments(tensors, self._numbers(slots))
+            arguments = decoder.bound[slots] = kernel.arguments(tensors, self._numbers(slots))
         arguments.batch, arguments.logits, arguments.patience = (
             len(lanes),
             self._logits.data_ptr(),

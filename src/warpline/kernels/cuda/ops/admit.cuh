@@ -1,9 +1,11 @@
-// What new requests bring, into their slots: a block to a request.
+// What new requests bring, into their slots: a block to a request; a lane of -1 brings nothing.
 //
-// Everything about a slot is set, so that nothing is left of the sequence that had it before; only tokens behind the known
-// ones stay, which are not looked at before they are written. A slot's noise follows from `stream`, 64 bits, alone:
-// entry t is what splitmix64 makes of stream + (t + 1) * 0x9e3779b97f4a7c15, as `noise_keys` of kernels/noise.py has it.
-// Traffic: a row of `given` in, a row of tokens and one of noise out.
+// What is brought may lie in the host's pinned memory: it is read once, and a copy ahead of the launch would cost the host
+// more than reading it through the bus costs the GPU. Everything about a slot is set, so that nothing is left of the sequence
+// that had it before; only tokens behind the known ones stay, which are not looked at before they are written. A slot's noise
+// follows from `stream`, 64 bits, alone: entry t is what splitmix64 makes of stream + (t + 1) * 0x9e3779b97f4a7c15, as
+// `noise_keys` of kernels/noise.py has it.
+// Traffic: the known tokens in, a row of tokens and one of noise out.
 #pragma once
 #include "common.cuh"
 
@@ -16,16 +18,18 @@ __device__ __forceinline__ int noise_key(unsigned long long stream, int at) {
     return static_cast<int>(z ^ z >> 31);
 }
 
-// `whole` has of each request length, known, limit, min_length and top_k, `numbers` temperature, top_p, min_p and penalty.
+// `whole` has of each request length, known, limit, min_length, top_k and where its tokens begin in `given`, `numbers`
+// temperature, top_p, min_p and penalty.
 template <typename T, int BLOCK>
 __device__ __forceinline__ void admit(const long long* lanes, const long long* whole, const float* numbers, const bool* flags,
                                       const long long* stream, const int* given, long long* length, long long* known,
                                       long long* limit, long long* min_length, long long* top_k, float* temperature,
                                       float* top_p, float* min_p, float* penalty, bool* stops_at_eos, bool* done, bool* broken,
-                                      long long* reported, long long* tokens, int* noise, int width, int capacity) {
+                                      long long* reported, long long* tokens, int* noise, int capacity) {
     const int row = blockIdx.x;
     const long long slot = lanes[row];
-    whole += static_cast<long long>(row) * 5;
+    if (slot < 0) return;
+    whole += static_cast<long long>(row) * 6;
     numbers += static_cast<long long>(row) * 4;
     if (threadIdx.x == 0) {
         length[slot] = reported[slot] = whole[0];
@@ -40,11 +44,11 @@ __device__ __forceinline__ void admit(const long long* lanes, const long long* w
         stops_at_eos[slot] = flags[row];
         done[slot] = broken[slot] = false;
     }
-    given += static_cast<long long>(row) * width;
+    given += whole[5];
     tokens += slot * capacity;
     noise += slot * capacity;
     const unsigned long long key = static_cast<unsigned long long>(stream[row]);
-    const int brought = min(static_cast<int>(whole[1]), width);
+    const int brought = static_cast<int>(whole[1]);
     for (int t = threadIdx.x; t < capacity; t += BLOCK) {
         if (t < brought) tokens[t] = given[t];
         noise[t] = noise_key(key, t);
