@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
@@ -74,9 +76,24 @@ def test_padding() -> None:
     assert len(second.asked) == 1
     first, _ = batches(asked, 2, 100, ragged=False, fixed=True)
     assert first.rectangle.shape == (2, 91)  # no longer than leaves room for the output
-    first, _ = batches(asked, 2, 75, ragged=True, fixed=False)
-    assert [len(prompt) for prompt in first.prompts] == [5, 70]
-    assert first.new == 5  # cut at the context
+    alone, *_ = batches(asked, 2, 75, ragged=True, fixed=False)
+    assert [len(prompt) for prompt in alone.prompts] == [5]  # with the next one, 70 + 9 would exceed the context
+
+
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)).filter(lambda both: sum(both) <= 100), min_size=1))
+def test_every_request_is_in_a_batch_that_has_room_for_all_of_it(both: list[tuple[int, int]]) -> None:
+    asked = [Asked((1,) * prompt, new) for prompt, new in both]
+    for ragged, fixed in ((False, False), (False, True), (True, False)):
+        made = list(batches(asked, 4, 100, ragged=ragged, fixed=fixed))
+        assert [one for batch in made for one in batch.asked] == asked
+        for batch in made:
+            assert len(batch.asked) <= 4
+            assert all(one.new <= batch.new for one in batch.asked)
+            assert max(map(len, batch.prompts)) + batch.new <= 100
+            if not ragged:
+                assert all(
+                    row[-len(one.prompt) :] == one.prompt for row, one in zip(batch.prompts, batch.asked, strict=False)
+                )
 
 
 def test_a_padded_method_knows_its_longest_batch() -> None:
@@ -85,7 +102,7 @@ def test_a_padded_method_knows_its_longest_batch() -> None:
     one = throughput.sized(many(), config, methods.find("hf-sdpa"), asked, 1)
     assert (one.batch, one.prompt, one.new) == (1, 60, 50)
     one = throughput.sized(many(), config, methods.find("hf-sdpa"), asked, 3)
-    assert (one.batch, one.prompt, one.new) == (3, 60, 36)
+    assert (one.batch, one.prompt, one.new) == (3, 60, 50)
 
 
 def test_at_best_however_many_share_a_step() -> None:
@@ -105,13 +122,14 @@ def test_methods_serve_what_is_wanted(kind: type[Method]) -> None:
     asked = requests(one, weights.config)
     served = throughput.best(kind, weights, one, CPU, asked, 60)
     assert served is not None
-    assert [len(tokens) for tokens in served.tokens] == [one.new for one in asked]
-    verdict = throughput.judge(served, asked, Oracle(weights), "fp32")
+    assert [len(tokens) for tokens in served.tokens] == [one.new for one in served.asked]
+    assert sorted(served.asked) == sorted(asked)
+    verdict = throughput.judge(served, Oracle(weights), "fp32")
     assert verdict.right
     assert verdict.agreeing == 1
     spoilt = [[(token + 1) % 50257 for token in tokens] for tokens in served.tokens]
     served.tokens = spoilt
-    assert not throughput.judge(served, asked, Oracle(weights), "fp32").right
+    assert not throughput.judge(served, Oracle(weights), "fp32").right
     served.method.close()
 
 
@@ -122,7 +140,7 @@ def test_padding_does_not_change_what_a_ragged_method_says() -> None:
     served = throughput.best(methods.find("ctranslate2"), weights, one, CPU, asked, 60)
     assert served is not None
     naive = Naive(weights, one, CPU)
-    alone = [naive.generate(torch.tensor([one.prompt]), one.new)[0].tolist() for one in asked]
+    alone = [naive.generate(torch.tensor([one.prompt]), one.new)[0].tolist() for one in served.asked]
     assert served.tokens == alone
     served.method.close()
 
@@ -250,10 +268,10 @@ def test_patience_and_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_time_for_repetitions_the_judged_run_counts() -> None:
     weights, seconds = load(SMALL), {"long": 100.0, "short": 0.1}
-    served = {name: throughput.Served(Padded(weights, case(), CPU), 1, [], each) for name, each in seconds.items()}
+    served = {name: throughput.Served(Padded(weights, case(), CPU), [], 1, [], each) for name, each in seconds.items()}
 
     def timed(left: float) -> set[str]:
-        return set(throughput._time(served, [], CPU, Settings("cpu"), plan.Deadline(time.monotonic() + left)))
+        return set(throughput._time(served, CPU, Settings("cpu"), plan.Deadline(time.monotonic() + left)))
 
     assert timed(5) == set()
     assert timed(1000) == {"short"}  # another run of the long one would take all of its part

@@ -11,6 +11,7 @@ import unicodedata
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 import regex
 import tiktoken
@@ -253,3 +254,14 @@ def test_tokenizer_that_does_not_work_on_bytes(tmp_path: Path) -> None:
     ids = tokenizer.encode("hello worldly world hello!")
     stream = tokenizer.stream()
     assert "".join([*(stream.push(i) for i in ids), stream.flush()]) == "hello worldly world hello!"
+
+
+@given(st.lists(st.lists(st.integers(-1, 50300), max_size=9), min_size=1, max_size=9))
+def test_many_texts_have_the_bytes_that_each_has(texts: list[list[int]]) -> None:
+    """Broken characters, special tokens and ids that nobody knows included."""
+    tokenizer = _gpt2()
+    found = tokenizer.join_many([np.array(ids, np.int64) for ids in texts])
+    assert found == [tokenizer.joined_bytes(ids) for ids in texts]
+
+
+_gpt2 = functools.cache(Tokenizer.gpt2)

@@ -68,17 +68,35 @@ class Batch(NamedTuple):
         return torch.tensor(self.prompts)
 
 
+def by_output(asked: Sequence[Asked]) -> list[Asked]:
+    """The longest outputs first, which is best for those who pad: a batch runs to its longest, and how many tokens a
+    request may get is known before it begins."""
+    return sorted(asked, key=lambda one: -one.new)
+
+
 def batches(asked: Sequence[Asked], size: int, positions: int, *, ragged: bool, fixed: bool) -> Iterator[Batch]:
-    """The requests in batches of `size`, in the order in which they come: prompts padded on the left to the longest,
-    unless the method takes `ragged` ones, and all run to the longest output. With `fixed`, shapes are few: prompts are
-    multiples of `MULTIPLE` long and rows as many as the batch has. What would exceed the model's context is cut off,
-    which is to the padded method's advantage."""
-    for first in range(0, len(asked), size):
-        some = asked[first : first + size]
+    """The requests in batches of up to `size`, in their order: prompts padded on the left to the longest, unless the
+    method takes `ragged` ones, and all run to the longest output. A batch is closed early where both together would
+    exceed the model's context: every request gets all of its tokens. With `fixed`, shapes are few: prompts are
+    multiples of `MULTIPLE` long where there is room, and rows as many as the batch has."""
+    for some in _closed(asked, size, positions):
         longest, new = max(len(one.prompt) for one in some), max(one.new for one in some)
         if fixed:
-            longest = min(-(-longest // MULTIPLE) * MULTIPLE, max(longest, positions - new))
+            longest = min(-(-longest // MULTIPLE) * MULTIPLE, positions - new)
         prompts = [one.prompt if ragged else (0,) * (longest - len(one.prompt)) + one.prompt for one in some]
         if fixed:
             prompts += [prompts[-1]] * (size - len(prompts))
-        yield Batch(some, prompts, min(new, positions - longest))
+        yield Batch(some, prompts, new)
+
+
+def _closed(asked: Sequence[Asked], size: int, positions: int) -> Iterator[list[Asked]]:
+    some: list[Asked] = []
+    longest = new = 0
+    for one in asked:
+        longest, new = max(longest, len(one.prompt)), max(new, one.new)
+        if some and (len(some) == size or longest + new > positions):
+            yield some
+            some, longest, new = [], len(one.prompt), one.new
+        some.append(one)
+    if some:
+        yield some

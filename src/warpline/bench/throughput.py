@@ -26,7 +26,7 @@ from warpline.bench.methods.base import Counts, Method
 from warpline.bench.oracle import Oracle, Verdict
 from warpline.bench.plan import NO_TIME, Deadline
 from warpline.bench.protocol import Sample, collect, interleave
-from warpline.bench.requests import Asked, Batch, batches, requests
+from warpline.bench.requests import Asked, batches, by_output, requests
 from warpline.bench.rows import FAILURES, failed
 from warpline.bench.workloads import Case, Settings
 from warpline.config import ModelConfig
@@ -51,6 +51,7 @@ class Served:
     """A method that has answered all requests once."""
 
     method: Method
+    asked: Sequence[Asked]  # in the order in which it answers them
     size: int  # of its batches
     tokens: list[list[int]]
     seconds: float
@@ -77,7 +78,7 @@ def measure(
         tick(0.5 if found is not None else 1)
     del oracle
     before = {name: one.method.counts() for name, one in served.items()}
-    samples = _time(served, asked, device, settings, deadline)
+    samples = _time(served, device, settings, deadline)
     for name, one in served.items():
         began = before[name] if name in samples else None  # else of the run that was judged, the engine's first
         rows[name] |= figures(case, config, name, samples.get(name, Sample((one.seconds,))), limits)
@@ -113,7 +114,7 @@ def _build(
         if served is None:
             row |= {"status": "skipped", "why": settings.impatience} if left > settings.patience_seconds else NO_TIME
             return None
-        verdict = judge(served, asked, oracle, case.dtype)
+        verdict = judge(served, oracle, case.dtype)
     except FAILURES as error:
         logger.debug("%s failed", name, exc_info=True)
         row |= failed(error)
@@ -135,6 +136,7 @@ def best(
     if kind.serves == "together":
         sizes: tuple[int, ...] = (len(asked),)
     else:
+        asked = by_output(asked)
         sizes = tuple(dict.fromkeys(min(size, len(asked)) for size in SIZES[device.type]))
     found: Served | None = None
     shortage: torch.OutOfMemoryError | None = None
@@ -166,10 +168,10 @@ def _tried(
 ) -> Served | None:
     """Warm, then through all requests; given up between two batches when it would take longer than that."""
     together = kind.serves == "together"
-    steps = [len(asked)] if together else [one.new for one in _batches(kind, weights.config, asked, size)]
     with ExitStack() as stack:
         method = kind(weights, case if together else sized(case, weights.config, kind, asked, size), device)
         stack.callback(method.close)
+        steps = [len(asked)] if together else [one.new for one in method.batches(asked, size)]
         if not together:
             _warm_up(method, asked, size)
         begun, taken = time.perf_counter(), 0.0
@@ -180,40 +182,34 @@ def _tried(
             if taken * sum(steps) / sum(steps[:done]) > seconds * (HOPELESS if done < len(steps) else 1):
                 return None
         missing = sum(one.new for one in asked) - sum(map(len, tokens))
-        if together and missing:
+        if missing:
             raise RuntimeError(f"{missing} of the tokens that were asked for did not come")
         stack.pop_all()
-        return Served(method, size, tokens, taken)
-
-
-def _batches(kind: type[Method], config: ModelConfig, asked: Sequence[Asked], size: int) -> list[Batch]:
-    return list(batches(asked, size, config.n_positions, ragged=kind.ragged, fixed=kind.fixed))
+        return Served(method, asked, size, tokens, taken)
 
 
 def sized(case: Case, config: ModelConfig, kind: type[Method], asked: Sequence[Asked], size: int) -> Case:
     """The case as a method that answers in padded batches needs to know it: what the longest prompt and the longest
     text of any batch are."""
-    shapes = [(max(map(len, one.prompts)), one.new) for one in _batches(kind, config, asked, size)]
+    made = batches(asked, size, config.n_positions, ragged=kind.ragged, fixed=kind.fixed)
+    shapes = [(max(map(len, one.prompts)), one.new) for one in made]
     prompt, whole = max(prompt for prompt, _ in shapes), max(map(sum, shapes))
     return replace(case, batch=size, prompt=prompt, new=max(whole - prompt, max(new for _, new in shapes)))
 
 
 def _warm_up(method: Method, asked: Sequence[Asked], size: int) -> None:
     """A few tokens of every shape, where shapes matter, else of one batch."""
-    found = _batches(type(method), method.weights.config, asked, size)
-    shapes = {max(map(len, one.prompts)): one for one in found}
+    shapes = {max(map(len, one.prompts)): one for one in method.batches(asked, size)}
     for one in itertools.islice(shapes.values(), None if method.fixed else 1):
-        longest = max(one.asked, key=lambda each: each.new)
-        for _ in method.serve([each._replace(new=min(WARM_TOKENS, longest.new)) for each in one.asked], size):
-            pass
+        method.complete(one, min(WARM_TOKENS, one.new))
 
 
-def judge(served: Served, asked: Sequence[Asked], oracle: Oracle, dtype: str) -> Verdict:
+def judge(served: Served, oracle: Oracle, dtype: str) -> Verdict:
     """The verdict on some requests, spread over all: of padded ones behind what the method was given."""
-    method = served.method
+    method, asked = served.method, served.asked
     prompts: list[Sequence[int]] = [one.prompt for one in asked]
     if method.serves == "padded":
-        some = _batches(type(method), method.weights.config, asked, served.size)
+        some = method.batches(asked, served.size)
         prompts = [prompt for batch in some for prompt, _ in zip(batch.prompts, batch.asked, strict=False)]
     count = min(JUDGED, len(asked))
     chosen = {min(len(asked) - 1, i * len(asked) // count + i) for i in range(count)}
@@ -226,9 +222,7 @@ def judge(served: Served, asked: Sequence[Asked], oracle: Oracle, dtype: str) ->
     return Verdict(agreeing, max(verdict.worst for verdict in verdicts), verdicts[0].allowed)
 
 
-def _time(
-    served: dict[str, Served], asked: Sequence[Asked], device: torch.device, settings: Settings, deadline: Deadline
-) -> dict[str, Sample]:
+def _time(served: dict[str, Served], device: torch.device, settings: Settings, deadline: Deadline) -> dict[str, Sample]:
     """Rounds in which the methods take turns. The run that was judged has to do in a hurry, and of a padded method,
     which was warm by then, if one more would take all of its time."""
     left = deadline.left
@@ -236,7 +230,7 @@ def _time(
         return {}
     part = settings.budget_seconds / max(1, len(served))
     calls: dict[str, Callable[[], object]] = {
-        name: (lambda one=one: list(one.method.serve(asked, one.size)))  # type: ignore[misc]
+        name: (lambda one=one: list(one.method.serve(one.asked, one.size)))  # type: ignore[misc]
         for name, one in served.items()
         if one.method.serves == "together" or one.seconds < part
     }

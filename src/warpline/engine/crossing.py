@@ -217,9 +217,9 @@ class Crossing(ABC):
         return part
 
     @abstractmethod
-    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
         """What these slots have got since the last report, which the caller knows to be `most` tokens at most;
-        `logprobs` travels along."""
+        `logprobs` travels along. Nothing that takes long is enqueued behind the `last` report of a turn."""
 
 
 class HostCrossing(Crossing):
@@ -239,7 +239,7 @@ class HostCrossing(Crossing):
             count = min(int(brought[2, drawn].max()), noise.shape[1])
             noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn].view(np.uint64), count)
 
-    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
         """It is all here."""
         index, tokens, known = list(lanes), self._tokens.numpy(), self._reported.numpy()
         reported = known[index]
@@ -274,7 +274,7 @@ class TorchCrossing(Crossing):
             count = min(int(admission.whole[drawn, 2].max()), self._noise.shape[1])
             self._noise[index[drawn], :count] = self._sent(noise_keys(admission.stream[drawn].view(np.uint64), count))
 
-    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
         """Gathered at once; on a GPU the copy is made when it is waited for."""
         index = self.select(lanes, len(lanes))
         reported = self._reported[index]
@@ -312,7 +312,7 @@ class KernelCrossing(Crossing):
         admit()
         self._staging.used()
 
-    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]]) -> Report:
+    def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
         """On its way to the host when this returns."""
         self._landings.reverse()
         landing = self._landings[0]  # two may be on their way at once
@@ -324,9 +324,16 @@ class KernelCrossing(Crossing):
         landing.choose(lanes)
         landing.launch()
         self.progress.enqueued += 1
-        stream = torch.cuda.current_stream(self._device) if self._pinned else None
-        landing.report = Report(partial(landing.read, stream, len(lanes), most), logprobs, self.progress)
+        landing.report = Report(partial(landing.read, self._passed(last), len(lanes), most), logprobs, self.progress)
         return landing.report
+
+    def _passed(self, last: bool) -> Any:
+        """What to wait for. An event takes the host five times as long as asking the stream, which is as good if
+        nothing is enqueued behind."""
+        if not self._pinned:
+            return None
+        stream = torch.cuda.current_stream(self._device)
+        return stream if last else stream.record_event()
 
 
 class _Landing:
@@ -344,11 +351,10 @@ class _Landing:
         self._lanes[: len(lanes)], self._lanes[len(lanes) : self._count] = lanes, -1
         self._count = len(lanes)
 
-    def read(self, stream: Any, count: int, most: int) -> np.ndarray:
-        """Once it is there. Nothing was enqueued behind it that takes long, so the stream is asked, not an event, which
-        takes the host five times as long to record."""
-        if stream is not None:
-            stream.synchronize()
+    def read(self, passed: Any, count: int, most: int) -> np.ndarray:
+        """Once it is there."""
+        if passed is not None:
+            passed.synchronize()
         return self._news[:count, : 2 + most].copy()  # the memory is used again
 
 

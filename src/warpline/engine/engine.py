@@ -20,6 +20,7 @@ import torch
 from warpline.engine.clock import Clock, OnStream, shared_stream
 from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News, Report
 from warpline.engine.executors.base import Executor
+from warpline.engine.failure import told
 from warpline.engine.request import joined, needs_of
 from warpline.engine.scheduler import Copy, Scheduler, Sequence, Turn
 from warpline.engine.slots import Slots
@@ -46,6 +47,8 @@ class Job(Sequence):
 
     timings: Timings | None = None
     tokens: list[int] = field(default_factory=list)
+    #: Where its tokens are put as they come, but for the end of text, if somebody makes many texts together.
+    arrays: list[np.ndarray] | None = None
     logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
     finish_reason: str | None = None
     error: WarplineError | None = None
@@ -61,8 +64,10 @@ class _Flight:
 
     turn: Turn
     lanes: list[Job]
-    report: Report
+    reports: list[Report]  # that have not come yet
     served: list[tuple[Timings, list[Job]]]  # whose time it is
+    lengths: list[int] | None = None  # of its sequences, before
+    tokens: int = 0  # that one of them has got at most
 
 
 class Engine:
@@ -96,22 +101,21 @@ class Engine:
             self.scheduler.add(jobs)
             self.stats.requests += len(jobs)
 
-    def run(self, done: Callable[[], bool], launched: Callable[[], object] | None = None) -> None:
-        """Until `done`, which is asked after every turn. `launched` is called once, while the device works."""
-        working = True
+    def run(self, done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Until `done`, which is asked after every turn. `meanwhile` is called while the device works."""
+        working, led = True, False
         while working and not done():
             if not self._lead.acquire(blocking=False):
                 self._wait(done)
                 continue
             try:
                 while working and not done():
-                    working = self.step(done, launched)
-                    launched = None
+                    working, led = self.step(done, meanwhile), True
             finally:
                 self._lead.release()
                 self._tell()
-        if launched is not None:  # another thread led
-            launched()
+        if not led:
+            meanwhile()
 
     def cancel(self, jobs: list[Job]) -> None:
         """Not wanted any more: slots are free again now, or with the next turn of the thread that leads."""
@@ -166,20 +170,25 @@ class Engine:
 
     # --- by the thread that leads -------------------------------------------------------------------------------------
 
-    def step(self, done: Callable[[], bool] = lambda: False, launched: Callable[[], object] | None = None) -> bool:
+    def step(self, done: Callable[[], bool] = lambda: False, meanwhile: Callable[[], object] = lambda: None) -> bool:
         """One turn: launch the next, make text of the last, wait, unless all is `done` that the caller wants. False if
         there was nothing to do."""
         try:
             with self._on_stream():
                 if self._flight is None:
                     self._flight = self._launch()
-                if launched is not None:
-                    launched()
-                worked = self._flight is not None or bool(self._landed)
+                flight, worked = self._flight, self._flight is not None or bool(self._landed)
                 self._publish()
-                if self._flight is None or done():
+                meanwhile()
+                if flight is None:
                     return worked
-                self._land(self._flight)
+                while flight.reports:
+                    if done():
+                        return True
+                    self._land(flight)
+                    if flight.reports:  # the rest of the turn is under way
+                        self._publish()
+                        meanwhile()
                 self._flight = None
                 if not (self.scheduler.waiting or any(not s.ended for s in self.scheduler.running)):
                     self._idle_since = None
@@ -187,11 +196,11 @@ class Engine:
                     self._publish()
             return True
         except BaseException as error:
-            told = _told(error, f"generating {len(self.scheduler.running)} sequences")
-            self._abandon(told)
-            if told is error:
+            said = told(error, f"generating {len(self.scheduler.running)} sequences")
+            self._abandon(said)
+            if said is error:
                 raise
-            raise told from error
+            raise said from error
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else OnStream(self._stream)
@@ -241,14 +250,16 @@ class Engine:
                 executor.prefill(slots, turn.spans(turn.second))
             self._copy(slots, turn.late)
             self._clock.prompted()
-            if turn.steps:
-                executor.decode(slots, lanes, turn.steps)
-                self._clock.stepped()
             reported = [s for s in turn.reported if isinstance(s, Job)]
-            report = slots.report([s.slot for s in reported], turn.steps + 1)
+            taken, reports = [s.slot for s in reported], []
+            for steps, last in turn.parts() if self._cuda else [(turn.steps, True)]:
+                if steps:
+                    executor.decode(slots, lanes, steps)
+                reports.append(slots.report(taken, steps + 1, last=last))
+            self._clock.stepped()
             if not self._cuda:
                 self._clock.landed()  # it was computed on the way
-        return _Flight(turn, reported, report, _by_timings(turn))
+        return _Flight(turn, reported, reports, _by_timings(turn))
 
     @staticmethod
     def _copy(slots: Slots, copies: list[Copy]) -> None:
@@ -265,17 +276,18 @@ class Engine:
         return not self.executor.stops_by_itself(len(running), needs)
 
     def _land(self, flight: _Flight) -> None:
-        """Wait for a turn, and learn which sequences have ended. The device is idle meanwhile: this must be short."""
-        news = flight.report.wait()
-        if self._cuda:
+        """Wait for a turn, or for the larger part of it, and learn which sequences have ended. The device is idle when
+        the last part has come: this must be short."""
+        news, last = flight.reports.pop(0).wait(), not flight.reports
+        if self._cuda and last:
             self._clock.landed()
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
         if flags and flags[0] & FAULT:  # every row says it
             self._allocated().fault.zero_()
             raise self.executor.fault()
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
-            if job.ended:  # stopped by the host, or cancelled, while this turn was under way
-                if flags[i] & BROKEN:
+            if job.ended:  # before, or by the host, or cancelled, while this was under way
+                if flags[i] & BROKEN and job.error is None:
                     self._allocated().erase(job.slot)
                 continue
             before = job.length or job.prompt_length
@@ -287,18 +299,20 @@ class Engine:
                     job.error = self._broken()
             self._landed.append((job, i, job.ended))
         self._news = news
-        self._measure(flight, lengths, max(counts, default=0))
-        self._idle_since = self._clock.ended
+        flight.tokens += max(counts, default=0)
+        if flight.lengths is None:
+            flight.lengths = lengths
+        if last:
+            self._measure(flight)
+            self._idle_since = self._clock.ended
 
     def _broken(self) -> ModelError:
-        return ModelError(
-            f"{self.model} computed logits that are no numbers: its weights are damaged, or {self.executor.dtype} "
-            "overflowed; try --dtype fp32"
-        )
+        why = f"its weights are damaged, or {self.executor.dtype} overflowed"
+        return ModelError(f"{self.model} computed logits that are no numbers: {why}; try --dtype fp32")
 
-    def _measure(self, flight: _Flight, lengths: list[int], most: int) -> None:
-        turn, stats = flight.turn, self.stats
-        steps = most - 1 if turn.first or turn.second else most  # a prompt brings a token before the first step
+    def _measure(self, flight: _Flight) -> None:
+        turn, stats, lengths = flight.turn, self.stats, flight.lengths or []
+        steps = flight.tokens - bool(turn.first or turn.second)  # a prompt brings a token before the first step
         steps = max(0, min(steps, turn.steps))
         prefill, decode = self._clock.seconds()
         stats.busy_seconds += prefill + decode
@@ -321,7 +335,10 @@ class Engine:
         rows, counts = news.tokens.tolist(), news.counts.tolist()
         for job, row, ended in landed:
             if not job.finished:
-                self._take(job, rows[row][: counts[row]], news.logprobs.get(job.slot), ended)
+                count = counts[row]
+                self._take(job, rows[row][:count], news.logprobs.get(job.slot), ended)
+                if job.arrays is not None and count:
+                    job.arrays.append(news.tokens[row, : count - (job.finish_reason == "stop")])
                 if job.notify is not None:
                     job.notify()
         self._news = None
@@ -372,21 +389,3 @@ def _by_timings(turn: Turn) -> list[tuple[Timings, list[Job]]]:
         if isinstance(sequence, Job) and sequence.timings is not None:
             found.setdefault(id(sequence.timings), (sequence.timings, []))[1].append(sequence)
     return list(found.values())
-
-
-def _told(error: BaseException, what: str) -> BaseException:
-    """Too little memory, or a GPU that failed, in one line; anything else as it is."""
-    try:
-        with explained_memory(what):
-            raise error
-    except DeviceError as told:
-        return told
-    except RuntimeError:
-        if "CUDA error" not in str(error):
-            return error
-        reason = str(error).splitlines()[0]
-        return DeviceError(
-            f"the GPU failed while {what} ({reason}), and this process cannot use it any more: start a new one"
-        )
-    except BaseException as other:  # noqa: BLE001 - it is handed back
-        return other

@@ -21,7 +21,7 @@ from warpline.engine.engine import Engine, Job
 from warpline.engine.handle import Handle, Worker
 from warpline.engine.prefix import share_prefixes
 from warpline.engine.request import Request
-from warpline.engine.text import Completion, Text, Timings, TokenLogprob
+from warpline.engine.text import Completion, Text, Texts, Timings, TokenLogprob
 from warpline.errors import ConfigError, DeviceError, one_of
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
@@ -132,13 +132,16 @@ class LLM:
             raise ConfigError("there is no prompt: give at least one")
         timings = Timings(self.config, self.dtype)
         pairs = self._requests(many, _spread(params, len(many)))
-        jobs = [Job(request, timings=timings) for _, request in pairs]
-        texts = [self._watch(job) if job.request.params.stops else None for job in jobs]
+        texts = Texts(self.tokenizer, len(pairs))
+        jobs = [Job(pair[1], timings=timings, arrays=arrays) for pair, arrays in zip(pairs, texts.arrays, strict=True)]
+        watched = {i: self._watch(job) for i, job in enumerate(jobs) if job.request.params.stops}
         if len(jobs) > 1:
             share_prefixes(jobs)
-        self._run(jobs)
-        found = zip(jobs, pairs, texts, strict=True)
-        return [self._complete(job, given, text) for job, (given, _), text in found]
+        self._run(jobs, texts.extend)
+        found = texts.finish()
+        for i, text in watched.items():
+            found[i] = text.finish()
+        return [self._complete(job, given, text) for job, (given, _), text in zip(jobs, pairs, found, strict=True)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt; iterate over the result for pieces of text as they come."""
@@ -149,7 +152,7 @@ class LLM:
         """Begin to complete one prompt and return at once."""
         job, text, given = self._followed(prompt, params)
         self._worker.require_open()
-        handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text))
+        handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text.finish()))
         job.notify = handle.told
         self.engine.submit([job])
         self._worker.wake()
@@ -172,8 +175,8 @@ class LLM:
         scored = [value for job in jobs for value, _, _ in job.logprobs]
         return Score(-sum(scored), len(scored), sum(map(len, texts)))
 
-    def _run(self, jobs: list[Job]) -> None:
-        """Drive the engine until these are finished."""
+    def _run(self, jobs: list[Job], meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Drive the engine until these are finished; `meanwhile` is called while the device works."""
         self._worker.require_open()
         self.engine.submit(jobs)
         waiting = list(jobs)
@@ -184,7 +187,7 @@ class LLM:
             return not waiting
 
         try:
-            self.engine.run(done)
+            self.engine.run(done, meanwhile)
         finally:
             if not self.engine.idle:  # what a stop text has ended may be under way again
                 self.engine.cancel(jobs)
@@ -284,14 +287,12 @@ class LLM:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def _complete(self, job: Job, given: str | None, text: Text | None) -> Completion:
+    def _complete(self, job: Job, given: str | None, text: str) -> Completion:
         params, request = job.request.params, job.request
-        eos = None if params.ignore_eos else self.config.eos_token_id
         assert job.finish_reason is not None
         assert job.timings is not None
-        if text is not None and not text.cut:
-            text.finish()
         return Completion(
+            text=text,
             token_ids=tuple(job.tokens),
             finish_reason=job.finish_reason,
             logprobs=None if params.logprobs is None else tuple(self._logprobs(job, params.logprobs)),
@@ -300,8 +301,6 @@ class LLM:
             timings=job.timings,
             given=given,
             given_ids=cast(np.ndarray, request.prompt),
-            made=None if text is None else text.text,
-            ended=bool(job.tokens) and job.tokens[-1] == eos,
             tokenizer=self.tokenizer,
         )
 
@@ -338,7 +337,7 @@ class Stream:
                     raise job.error
                 if not job.finished and (piece := text.release(ended=False)):
                     yield piece
-            self.completion = llm._complete(job, given, text)
+            self.completion = llm._complete(job, given, text.finish())
             if piece := text.release(ended=True):
                 yield piece
         finally:

@@ -13,6 +13,9 @@ from warpline.engine.request import Request, Span
 
 #: Steps of a launch while something waits for a slot, or for its prompt to be run.
 STEPS_WHILE_WAITING = 16
+#: A turn of many tokens reports so many steps before its end as well: the host makes text of what came before while the
+#: device takes them.
+LAST_STEPS, MANY_TOKENS = 16, 2048
 #: Steps of a launch that serves a stream, from its first on.
 STREAM_STEPS = (4, 8, 16, 32)
 
@@ -84,6 +87,12 @@ class Turn:
         if not self.twins:
             return (sequence.slot,)
         return (sequence.slot, *[twin.slot for twin in self.twins.get(id(sequence), ())])
+
+    def parts(self) -> list[tuple[int, bool]]:
+        """How many steps are taken before each report, and whether it is the last."""
+        if self.steps > 2 * LAST_STEPS and self.steps * len(self.running) >= MANY_TOKENS:
+            return [(self.steps - LAST_STEPS, False), (LAST_STEPS, True)]
+        return [(self.steps, True)]
 
     def close(self) -> None:
         """All is planned: what decodes gets tokens, and what ends with its first token."""

@@ -125,14 +125,15 @@ class Slots(Record):
             raise
         return slots
 
-    def report(self, lanes: Sequence[int], most: int) -> Report:
-        """What these slots have got since the last report, which is `most` tokens each at most."""
+    def report(self, lanes: Sequence[int], most: int, *, last: bool = True) -> Report:
+        """What these slots have got since the last report, which is `most` tokens each at most. Unless it is the `last`
+        of a turn, what takes long is enqueued behind it."""
         kept = {}
         if self.logprob is not None:  # what follows writes there
             buffers = [b for b in (self.logprob, self.top_logprob, self.top_token) if b is not None]
             wanting = [slot for slot in lanes if self._needs[slot].logprobs is not None]
             kept = {slot: tuple(buffer[slot].clone() for buffer in buffers) for slot in wanting}
-        return self.crossing.report(lanes, most, kept)
+        return self.crossing.report(lanes, most, kept, last=last)
 
     def release(self, slot: int) -> None:
         """The sequence is over: its slot is free, though launches under way may still write to it."""

@@ -13,6 +13,9 @@ from warpline.config import ModelConfig
 from warpline.model import cost
 from warpline.model.tokenizer import Tokenizer
 
+#: Texts from which on putting their bytes together at once is quicker than one by one.
+FEW_TEXTS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -55,8 +58,9 @@ class Timings:
 
 @dataclass(kw_only=True, eq=False)
 class Completion:
-    """One generated text, to be read. What takes time to make is made when it is asked for."""
+    """One generated text. What of its prompt takes time to make is made when it is asked for."""
 
+    text: str
     token_ids: tuple[int, ...]
     #: "stop" (end of text or a stop text), "length" or "cancelled".
     finish_reason: str
@@ -67,16 +71,7 @@ class Completion:
     timings: Timings
     given: str | None = field(repr=False)  # the prompt as it was given, a text or ids
     given_ids: np.ndarray = field(repr=False)
-    made: str | None = field(repr=False)  # the text, if it was needed on the way
-    ended: bool = field(repr=False)  # whether the last token is the end of text
     tokenizer: Tokenizer = field(repr=False)
-
-    @cached_property
-    def text(self) -> str:
-        """What was generated."""
-        if self.made is not None:
-            return self.made
-        return self.tokenizer.decode(self.token_ids[:-1] if self.ended else self.token_ids)
 
     @cached_property
     def prompt(self) -> str:
@@ -87,6 +82,39 @@ class Completion:
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt's tokens."""
         return tuple(self.given_ids.tolist())
+
+
+class Texts:
+    """The texts of sequences that nobody reads before their end, made together, of what has come each time. Tokens are
+    put into the lists `arrays`, and taken out of them."""
+
+    def __init__(self, tokenizer: Tokenizer, count: int):
+        self._tokenizer = tokenizer
+        self.arrays: list[list[np.ndarray]] = [[] for _ in range(count)]
+        self._pieces: list[list[bytes]] = [[] for _ in range(count)]
+        self._together = count >= FEW_TEXTS and tokenizer.on_bytes
+
+    def extend(self) -> None:
+        """Take in what has come since, if that is quicker than to wait for all."""
+        if not self._together:
+            return
+        new = [i for i, arrays in enumerate(self.arrays) if arrays]
+        found = self._tokenizer.join_many([_taken(self.arrays[i]) for i in new]) if new else []
+        for i, piece in zip(new, found, strict=True):
+            self._pieces[i].append(piece)
+
+    def finish(self) -> list[str]:
+        """All of them."""
+        if not self._together:
+            return [self._tokenizer.decode(_taken(arrays).tolist()) for arrays in self.arrays]
+        self.extend()
+        return [b"".join(pieces).decode("utf-8", errors="replace") for pieces in self._pieces]
+
+
+def _taken(arrays: list[np.ndarray]) -> np.ndarray:
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, np.int64), *arrays])
+    arrays.clear()
+    return whole
 
 
 class Text:
@@ -133,9 +161,11 @@ class Text:
                     return count
         raise AssertionError("a stop text that was found is gone")
 
-    def finish(self) -> None:
-        """No more tokens come: an unfinished character becomes U+FFFD."""
-        self.text += self._decoder.flush()
+    def finish(self) -> str:
+        """The whole text; no more tokens come, and an unfinished character becomes U+FFFD."""
+        if not self.cut:
+            self.text += self._decoder.flush()
+        return self.text
 
     @property
     def has_more(self) -> bool:

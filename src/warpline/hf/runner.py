@@ -61,17 +61,18 @@ class Runner:
             engine = self._fitting(requests)
             engine.submit(jobs)
 
-        def launched() -> None:
-            fits[0] = still()
+        def look() -> None:
+            if len(fits) == 1:  # once is enough
+                fits.append(still())
 
         try:
-            engine.run(lambda: not fits[0] or all(job.finished for job in jobs), launched)
+            engine.run(lambda: not fits[-1] or all(job.finished for job in jobs), look)
         finally:
             engine.cancel(jobs)
         for job in jobs:
             if job.error is not None:
                 raise job.error
-        return [job.tokens for job in jobs] if fits[0] else None
+        return [job.tokens for job in jobs] if fits[-1] else None
 
     def _fitting(self, requests: Sequence[Request]) -> Engine:
         """The engine, with as many slots as a call has needed so far and whole contexts."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from warpline import hardware
-from warpline.bench.requests import Asked, batches
+from warpline.bench.requests import Asked, Batch, batches
 from warpline.bench.workloads import Case
 from warpline.errors import ConfigError
 from warpline.model.parameters import Step
@@ -167,11 +167,19 @@ class Method(ABC):
     def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
         """The tokens of requests that come all at once, some of them at a time, in their order. Ids come from the host
         and tokens go there."""
-        positions = self.weights.config.n_positions
-        for some in batches(asked, batch, positions, ragged=self.ragged, fixed=self.fixed):
-            prompts = some.prompts if self.ragged else self.given(some.rectangle.to(self.device))
-            tokens: list[list[int]] = self.generate(prompts, some.new).tolist()
+        for some in self.batches(asked, batch):
+            tokens = self.complete(some, some.new)
             yield [row[: one.new] for row, one in zip(tokens, some.asked, strict=False)]
+
+    def batches(self, asked: Sequence[Asked], size: int) -> list[Batch]:
+        """Which requests it answers together."""
+        return list(batches(asked, size, self.weights.config.n_positions, ragged=self.ragged, fixed=self.fixed))
+
+    def complete(self, batch: Batch, new: int) -> list[list[int]]:
+        """So many tokens for each of its prompts."""
+        prompts = batch.prompts if self.ragged else self.given(batch.rectangle.to(self.device))
+        tokens: list[list[int]] = self.generate(prompts, new).tolist()
+        return tokens
 
     def counts(self) -> Counts | None:
         """What its engine has done, where it has one."""

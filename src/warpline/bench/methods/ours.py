@@ -20,7 +20,7 @@ from warpline.config import SamplingParams
 from warpline.engine import executors
 from warpline.engine.crossing import BROKEN, FAULT
 from warpline.engine.executors.pytorch import TorchExecutor
-from warpline.engine.llm import LLM, Prompt
+from warpline.engine.llm import LLM
 from warpline.engine.request import Request, Span
 from warpline.engine.slots import Slots
 from warpline.engine.text import Completion
@@ -69,7 +69,7 @@ class OnLLM(Method):
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> list[Completion]:
         """What a user holds: completions, with their texts."""
-        return self._written(prompts, _greedy(new))
+        return self._llm.generate(list(prompts), _greedy(new))
 
     def answer(self, ids: Sequence[np.ndarray], new: int) -> list[Completion]:
         """It begins and ends on the host."""
@@ -81,14 +81,8 @@ class OnLLM(Method):
 
     def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
         """All in one call."""
-        written = self._written([one.prompt for one in asked], [_greedy(one.new) for one in asked])
+        written = self._llm.generate([one.prompt for one in asked], [_greedy(one.new) for one in asked])
         yield [list(completion.token_ids) for completion in written]
-
-    def _written(self, prompts: Sequence[Prompt], params: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        completions = self._llm.generate(list(prompts), params)
-        for completion in completions:
-            _ = completion.text  # made when it is asked for
-        return completions
 
     def counts(self) -> Counts:
         """Of its engine."""
