@@ -34,9 +34,9 @@ from warpline.model.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: Sizes of padded batches by device. The largest goes first: it is mostly the best, and a smaller one is given up as
-#: soon as it is clear that it takes longer: at its pace so far, by so much.
-SIZES = {"cuda": (256, 64, 32), "cpu": (32, 8)}
+#: Sizes of padded batches by device. Contexts close batches early, so the smallest goes first: it is mostly the best,
+#: and a larger one is given up as soon as it is clear that it takes longer: at its pace so far, by so much.
+SIZES = {"cuda": (32, 64, 256), "cpu": (8, 32)}
 HOPELESS = 1.2
 #: Requests whose tokens are judged, and repetitions that are timed at most.
 JUDGED, REPETITIONS = 8, 3

@@ -24,7 +24,7 @@ from warpline.model.weights import Weights
 
 #: Steps are bound for contexts of up to so many positions, of a few lanes and of more, or for all that a slot has:
 #: attention is cut into parts, and blocks are made larger, as the context's length has it.
-POSITIONS_OF_FEW, POSITIONS_OF_MANY = (128, 256, 512), (256,)
+POSITIONS_OF_FEW, POSITIONS_OF_MANY = (128, 256, 512), (128, 256)
 
 
 def rounded_positions(lanes: int, longest: int, capacity: int) -> int:
