@@ -123,6 +123,7 @@ def test_more_than_fit_or_no_ids_are_refused_and_change_nothing() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         slots.admit([fine, Request(["?"], SamplingParams(), 0, 0, 5)])  # type: ignore[list-item]
     assert slots.free == 2
+    assert slots.admit([]) == []
     for _ in range(3):  # always the lowest, whatever the order in which they are given back
         assert slots.admit([fine, fine]) == [0, 1]
         slots.release(0)

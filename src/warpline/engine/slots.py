@@ -108,6 +108,8 @@ class Slots(Record):
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Give each request a free slot and write its record. Launches that are under way do not matter to it."""
+        if not requests:
+            return []
         if len(requests) > len(self._free):
             raise ConfigError(f"{len(requests)} sequences do not fit into {len(self._free)} free slots")
         params = {id(request.params): request.params for request in requests}  # often one for all

@@ -15,7 +15,16 @@ from torch import Tensor
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING, bind
 from warpline.engine.executors.graph.prompts import Prompts
-from warpline.engine.executors.graph.schedule import End, Step, buffers, decode_step, end_for, on_memory, order
+from warpline.engine.executors.graph.schedule import (
+    End,
+    Step,
+    buffers,
+    decode_step,
+    end_for,
+    on_memory,
+    order,
+    shortened,
+)
 from warpline.engine.executors.sampling import note_logprobs
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
@@ -56,6 +65,8 @@ class KernelsExecutor(Executor):
         self.prompts = Prompts(weights)
         self._weights = weights
         self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundStep]] = WeakKeyDictionary()
+        #: Of steps by their rows, which follow one another and share it.
+        self._memory: WeakKeyDictionary[Slots, dict[int, dict[str, Tensor]]] = WeakKeyDictionary()
         self._last: list[Step] | None = None
 
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
@@ -93,7 +104,10 @@ class KernelsExecutor(Executor):
         steps, key = self._bound.setdefault(slots, {}), (len(table), end, positions)
         if (found := steps.get(key)) is None:
             with PREPARING:
-                named = buffers(self._weights, slots, table, positions)
+                memory = self._memory.setdefault(slots, {})
+                if len(table) not in memory:
+                    memory[len(table)] = buffers(self._weights, slots, table)
+                named = shortened(memory[len(table)], self.config.n_layer, positions)
                 ops = decode_step(self._weights, len(table), end)
                 found = steps[key] = BoundStep(self._prepare(ops, named), named["logits"], ops)
         return found

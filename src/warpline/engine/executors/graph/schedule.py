@@ -202,6 +202,12 @@ def ending(weights: Weights, rows: int, end: End, last: str) -> list[Step]:
     return [*steps, Step("sample", ("logits", *SAMPLED_BY, "lanes"), ("token", "logit"), eos), append]
 
 
+def shortened(named: Mapping[str, Tensor], layers: int, positions: int) -> dict[str, Tensor]:
+    """The same memory with so many positions of the cache: kernels are chosen for contexts of that length."""
+    caches = [f"h.{layer}.{name}" for layer in range(layers) for name in "kv"]
+    return {**named, **{name: named[name][:, :, :positions] for name in caches}}
+
+
 def room_for_logits(weights: Weights, rows: int) -> Tensor:
     """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
     vocab = weights.config.vocab_size
@@ -248,9 +254,8 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
     return found
 
 
-def buffers(weights: Weights, slots: Slots, lanes: Tensor, positions: int | None = None) -> dict[str, Tensor]:
-    """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between. Of the cache
-    so many positions, if not all: kernels are chosen for contexts of that length."""
+def buffers(weights: Weights, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
+    """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
     config, like, rows = weights.config, weights.tensors["wte.weight"], len(lanes)
 
     def room(*columns: int) -> Tensor:
@@ -265,7 +270,7 @@ def buffers(weights: Weights, slots: Slots, lanes: Tensor, positions: int | None
         q, k, v = qkv.view(rows, 3, heads, 1, depth).unbind(1)
         attention = room(1, heads, depth)
         found |= {f"{h}.qkv": qkv, f"{h}.q": q, f"{h}.new_k": k, f"{h}.new_v": v, f"{h}.heads": attention}
-        found |= {f"{h}.{name}": x[layer, :, :, :positions] for name, x in (("k", slots.cache.k), ("v", slots.cache.v))}
+        found |= {f"{h}.k": slots.cache.k[layer], f"{h}.v": slots.cache.v[layer]}
         found[f"{h}.attention"] = attention.view(rows, config.n_embd)
         found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
     last = f"h.{config.n_layer}.in"
