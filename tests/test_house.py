@@ -27,6 +27,7 @@ ALLOWED = {
     "tune": {"base", "kernels", "bench", "tune"},
     "profile": {"base", "model", "kernels", "engine", "bench", "profile"},
     "hf": {"base", "model", "kernels", "engine", "bench", "hf"},
+    "serve": {"base", "model", "engine", "serve"},
     "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "cluster", "cli"},
 }
 

@@ -11,7 +11,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpline import __version__
-from warpline.cli import bench, diff, doctor, evaluate, export, generate, hf, kernels, ladder, models, profile, tune
+from warpline.cli import (
+    bench,
+    diff,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    hf,
+    kernels,
+    ladder,
+    models,
+    profile,
+    serve,
+    tune,
+)
 from warpline.errors import WarplineError
 
 BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
@@ -25,6 +39,7 @@ app = typer.Typer(
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
 )
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("export")(export.export)
 app.command("bench")(bench.bench)
