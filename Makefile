@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
+.PHONY: help demo serve test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
 	check format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
+	@echo "make serve    serve the embedded model at http://127.0.0.1:8000: a page, and OpenAI's API"
 	@echo "make test     run the tests (no GPU needed)"
 	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
 	@echo "make test-hf-suite  run transformers' own model tests on plain and patched models, in .venvs/ (ten minutes)"
@@ -28,6 +29,9 @@ help:
 
 demo: $(VENV)/.core
 	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 3
+
+serve: $(VENV)/.serve
+	@$(BIN)/warpline serve
 
 # A worker to a core (each takes half a gigabyte) with one thread of torch's; what measures time has the machine to itself.
 test: $(VENV)/.dev
@@ -158,7 +162,12 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(PIP) install --progress-bar on -e .
 	@touch $@
 
+$(VENV)/.serve: pyproject.toml | $(BIN)/python
+	@echo "Installing warpline and its server into $(VENV) (once; torch is large)"
+	$(PIP) install --progress-bar on -e ".[serve]"
+	@touch $@ $(VENV)/.core
+
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "Installing warpline and its development tools into $(VENV) (once)"
 	$(PIP) install --progress-bar on -e ".[dev]"
-	@touch $@ $(VENV)/.core
+	@touch $@ $(VENV)/.core $(VENV)/.serve

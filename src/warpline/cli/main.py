@@ -24,6 +24,7 @@ from warpline.cli import (
     ladder,
     models,
     profile,
+    serve,
     tune,
 )
 from warpline.cli.common import DefaultGroup
@@ -40,6 +41,7 @@ app = typer.Typer(
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
 )
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("export")(export.export)
 benches = typer.Typer(cls=DefaultGroup)

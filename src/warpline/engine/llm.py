@@ -21,7 +21,7 @@ from warpline.engine.engine import Engine, Job
 from warpline.engine.handle import Handle, Worker
 from warpline.engine.prefix import share_prefixes
 from warpline.engine.request import Request
-from warpline.engine.text import Completion, Text, Timings, TokenLogprob
+from warpline.engine.text import Completion, Text, Timings, TokenLogprob, watched
 from warpline.errors import ConfigError, DeviceError, one_of
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
@@ -103,7 +103,7 @@ class LLM:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
         with explained_memory(f"running {model} as {dtype}"):
             self.executor = executors.create(executor, loaded, device, dtype)
-        self.config = loaded.config
+        self.config, self.folder = loaded.config, loaded.folder
         self.tokenizer = loaded.tokenizer()
         count = asked.max_batch or default_slots(self.config, dtype, str(device))
         self.engine = Engine(
@@ -146,12 +146,18 @@ class LLM:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
         """Begin to complete one prompt and return at once."""
         job, text, given = self._followed(prompt, params)
-        self._worker.require_open()
         handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text))
         job.notify = handle.told
-        self.engine.submit([job])
-        self._worker.wake()
+        self.start([job])
         return handle
+
+    def start(self, jobs: list[Job]) -> None:
+        """Begin sequences that the caller has made and reads itself, as a server does."""
+        self._worker.require_open()
+        if len(jobs) > 1:
+            share_prefixes(jobs)
+        self.engine.submit(jobs)
+        self._worker.wake()
 
     def score(self, texts: list[str]) -> Score:
         """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
@@ -199,15 +205,7 @@ class LLM:
 
     def _watch(self, job: Job) -> Text:
         """Have its text made as its tokens come."""
-        params = job.request.params
-        text = Text(self.tokenizer, params.stops, params.min_tokens)
-        eos = None if params.ignore_eos else self.config.eos_token_id
-
-        def receive(tokens: list[int]) -> int | None:
-            return text.extend(tokens[:-1] if tokens[-1] == eos else tokens)
-
-        job.receive, job.followed = receive, True
-        return text
+        return watched(job, self.tokenizer, self.config.eos_token_id)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

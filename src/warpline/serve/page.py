@@ -1,4 +1,4 @@
-"""The page at /: one file, with nothing in it from elsewhere, and headers that keep it so."""
+"""The page at /: one file, whose scripts and styles the browser knows by their hashes and which loads nothing else."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ from importlib import resources
 
 @functools.cache
 def page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The page, and its headers: it may run its own script and style and ask its own server, and nothing else."""
+    """The page, and its headers.
+
+    Only what stands in its <script> and <style> elements runs: no style or event attributes, no other files. It may
+    ask this server alone.
+    """
     body = resources.files("warpline.serve").joinpath("page.html").read_bytes()
-    policy = [
+    return body, headers(body)
+
+
+def headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    """What a browser may do with a page of ours."""
+    rules = [
         "default-src 'none'",
-        f"script-src {_hashes(b'script', body)}",
-        f"style-src {_hashes(b'style', body)}",
+        f"script-src {_hashes(body, b'script')}",
+        f"style-src {_hashes(body, b'style')}",
         "connect-src 'self'",
-        "img-src data:",  # its icon
+        "img-src 'self' data:",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
     ]
-    headers = [
-        (b"content-security-policy", "; ".join(policy).encode()),
-        (b"referrer-policy", b"no-referrer"),
+    return [
+        (b"content-security-policy", "; ".join(rules).encode()),
         (b"cache-control", b"no-cache"),
+        (b"referrer-policy", b"no-referrer"),
     ]
-    return body, headers
 
 
-def _hashes(tag: bytes, body: bytes) -> str:
-    """Of everything between such tags."""
-    found = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in found)
+def _hashes(body: bytes, element: bytes) -> str:
+    found = re.findall(rb"<%s(?:\s[^>]*)?>(.*?)</%s>" % (element, element), body, re.DOTALL)
+    made = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in found]
+    return " ".join(f"'sha256-{one}'" for one in made) or "'none'"
