@@ -26,6 +26,7 @@ from warpline.bench.serving.client import Raw, Target, once
 from warpline.bench.serving.load import Load
 from warpline.errors import ConfigError
 from warpline.model.tokenizer import Tokenizer
+from warpline.serve.address import address_of
 
 pytest.importorskip("uvloop")
 
@@ -35,6 +36,10 @@ Reply = Callable[[dict[str, Any], Callable[[bytes], object]], bool]
 
 def event(**fields: Any) -> bytes:
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def target(url: str) -> Target:
+    return Target(address_of(url))
 
 
 def chunk(data: bytes) -> bytes:
@@ -128,7 +133,7 @@ def test_what_goes_wrong_is_said(written: bytes, problem: str) -> None:
         return True
 
     with serving(broken) as (url, _):
-        found = read(asyncio.run(once(Target.at(url), "POST", "/v1/completions", b"{}")))
+        found = read(asyncio.run(once(target(url), "POST", "/v1/completions", b"{}")))
     assert isinstance(found, str)
     assert problem in found
 
@@ -141,7 +146,7 @@ def test_answer_without_a_length_ends_with_the_connection() -> None:
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        found = read(asyncio.run(once(Target.at(f"127.0.0.1:{server.server_address[1]}"), "GET", "/")))
+        found = read(asyncio.run(once(target(f"127.0.0.1:{server.server_address[1]}"), "GET", "/")))
     assert isinstance(found, Answer)
     assert (found.tokens, found.counted) == (1, "chunks")
 

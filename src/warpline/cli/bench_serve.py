@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import listed, print_table
+from warpline.cli.common import listed, print_table, read_key
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
+from warpline.serve.address import address_of
 
 if TYPE_CHECKING:
     from warpline.bench.serving.client import Target
@@ -66,7 +67,7 @@ def serve(
         raise ConfigError("--url is a server that runs and --mock starts one: give one of them")
     EngineConfig(device=device, dtype=dtype)
     wanted = goals(goodput)
-    key = _read_key(api_key_file)
+    key = read_key(api_key_file)
     base = Load(
         requests=requests, prompt=prompt, new=new, spread=spread, context=context, burstiness=burstiness, seed=seed,
         api=one_of(api, PATHS, "api"), ids=ids, omit=tuple(listed(omit)), body=_object(body),
@@ -88,7 +89,7 @@ def serve(
             model = model or DEFAULT
             server = stack.enter_context(Server(_command(mock, model, device, dtype)))
             label = label or ("mock" if mock else "warpline")
-        target = Target.at(server.url if server is not None else url or "", key)
+        target = Target(address_of(server.url if server is not None else url or ""), key)
         rows = _measure(
             target, server, loads, wanted, model if url else None, label, warmups, timeout, ready, as_json, save
         )
@@ -149,7 +150,7 @@ def _measure(
             if server is not None:
                 cpu = server.cpu_seconds() - spent
                 found["server_us_per_token"] = round(1e6 * cpu / max(1, found["total_output_tokens"]), 3)
-            rows.append(_described(load, label or f"{target.host}:{target.port}", asked) | found)
+            rows.append(_described(load, label or f"{target.address.host}:{target.address.port}", asked) | found)
     made = provenance()
     rows = [made | row for row in rows]
     if not quiet:
@@ -201,12 +202,3 @@ def _object(text: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"--body takes a JSON object, as in '{{\"top_p\": 0.9}}', not '{text}'")
     return found
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error

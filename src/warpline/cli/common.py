@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperGroup
 
-from warpline.errors import one_of
+from warpline.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
     from warpline.kernels.spec import KernelSpec
@@ -27,6 +28,16 @@ class DefaultGroup(TyperGroup):
 def listed(text: str | None) -> list[str]:
     """Parts separated by commas."""
     return [part.strip() for part in text.split(",") if part.strip()] if text else []
+
+
+def read_key(path: Path | None) -> str | None:
+    """An API key from its file."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def chosen(text: str | None, choices: Iterable[str], what: str) -> list[str]:

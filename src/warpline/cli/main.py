@@ -14,6 +14,7 @@ from warpline import __version__
 from warpline.cli import (
     bench,
     bench_serve,
+    chat,
     diff,
     doctor,
     evaluate,
@@ -41,6 +42,7 @@ app = typer.Typer(
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
 )
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("export")(export.export)

@@ -35,12 +35,16 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
 class Template(Protocol):
     """Makes a prompt."""
 
+    name: str  # "plain", "dialogpt", or "own" if the model or the user brought one
+
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
         """The prompt, and texts that end the answer."""
 
 
 class Plain:
     """For models that bring no template: a line for each message, and the answer ends where a user would speak."""
+
+    name = "plain"
 
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
         """System messages stand alone, others behind who says them."""
@@ -54,6 +58,8 @@ class Plain:
 class DialoGPT:
     """Turns end with the end of text, and nothing says whose they are."""
 
+    name = "dialogpt"
+
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
         """All turns in order."""
         return "".join(m["content"] + END_OF_TEXT for m in messages), ()
@@ -61,6 +67,8 @@ class DialoGPT:
 
 class Jinja:
     """A template as model folders have it, in a sandbox."""
+
+    name = "own"
 
     def __init__(self, source: str, special: dict[str, Any], where: str):
         from jinja2 import TemplateError

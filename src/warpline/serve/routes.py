@@ -299,6 +299,9 @@ def _model(state: State) -> dict[str, Any]:
         "created": state.created,
         "owned_by": "warpline",
         "max_model_len": state.backend.config.n_positions,
+        "dtype": state.backend.dtype,
+        "device": state.backend.device.name,
+        "chat_template": state.template.name,
     }
 
 

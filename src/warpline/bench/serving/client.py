@@ -7,10 +7,9 @@ import asyncio
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import cast
-from urllib.parse import urlsplit
+from typing import NamedTuple, cast
 
-from warpline.errors import ConfigError
+from warpline.serve.address import Address
 
 
 @dataclass(slots=True)
@@ -26,38 +25,20 @@ class Raw:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Where a server is, and what every request to it says."""
 
-    host: str
-    port: int
-    secure: bool
-    prefix: str
-    key: str | None
-
-    @classmethod
-    def at(cls, url: str, key: str | None = None) -> Target:
-        """Of a base URL, with or without the /v1 at its end."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"'{url}' is no address of a server: write http://127.0.0.1:8000")
-        secure = parts.scheme == "https"
-        prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port or (443 if secure else 80), secure, prefix, key)
+    address: Address
+    key: str | None = None
 
     @property
     def url(self) -> str:
         """For people."""
-        return f"{'https' if self.secure else 'http'}://{self.host}:{self.port}{self.prefix}"
+        return self.address.url
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request."""
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {self.host}:{self.port}"]
+        lines = [f"{method} {self.address.prefix}{path} HTTP/1.1", f"Host: {self.address.host}:{self.address.port}"]
         if self.key is not None:
             lines.append(f"Authorization: Bearer {self.key}")
         if body:
@@ -165,9 +146,9 @@ class Connection(asyncio.Protocol):
 async def connect(target: Target) -> Connection:
     """A connection to a server."""
     loop = asyncio.get_running_loop()
-    context = ssl.create_default_context() if target.secure else None
+    context = ssl.create_default_context() if target.address.secure else None
     try:
-        _, found = await loop.create_connection(Connection, target.host, target.port, ssl=context)
+        _, found = await loop.create_connection(Connection, target.address.host, target.address.port, ssl=context)
     except OSError as error:
         raise ConnectionError(f"{target.url} cannot be reached: {error.strerror or error}") from error
     return found

@@ -1,4 +1,4 @@
-"""Our server with an engine that computes nothing, so that the server is what is measured (`warpline bench serve --mock`).
+"""Our server with an engine that computes nothing, so that the server is what is measured: `bench serve --mock`.
 
 A turn gives every sequence `TOKENS` tokens; then the thread sleeps, as the real one waits for the device, and leaves
 the interpreter to the event loop. So each stream is offered `TOKENS / SECONDS` tokens per second, less the turn.
