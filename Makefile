@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
+.PHONY: help demo serve browser test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
 	check format readme clean
 
 help:
@@ -33,8 +33,13 @@ demo: $(VENV)/.core
 serve: $(VENV)/.serve
 	@$(BIN)/warpline serve
 
+# The page is tested in a browser. Where there is none, CI installs Debian's; elsewhere these tests say why they skip.
+browser:
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || test -z "$(CI)" || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+
 # A worker to a core (each takes half a gigabyte) with one thread of torch's; what measures time has the machine to itself.
-test: $(VENV)/.dev
+test: $(VENV)/.dev browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -m "not alone" -n logical --maxprocesses 8 --dist worksteal
 	$(BIN)/python -m pytest --timeout 300 -m alone
 
