@@ -56,6 +56,7 @@ def chat(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
     dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
+    executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
 ) -> None:
     """Talk to a model. One that knows no conversations goes on with your text instead. Ctrl-C stops an answer, /help
@@ -72,7 +73,7 @@ def chat(
     if url is not None:
         partner = _remote(url, model, api_key_file)
     else:
-        partner = _local(model or DEFAULT, device, dtype, threads, chat_template)
+        partner = _local(model or DEFAULT, device, dtype, executor, threads, chat_template)
     talk = Conversation(partner, params, system=system, write=write, note=_note)
     _Terminal(talk).run()
 
@@ -84,7 +85,7 @@ def _remote(url: str, model: str | None, key_file: Path | None) -> Partner:
     return Remote(url, model=model, key=read_key(key_file))
 
 
-def _local(model: str, device: str, dtype: str, threads: int | None, template: str | None) -> Partner:
+def _local(model: str, device: str, dtype: str, executor: str, threads: int | None, template: str | None) -> Partner:
     try:
         import msgspec  # noqa: F401 - templates of conversations are the server's
     except ImportError:
@@ -93,7 +94,7 @@ def _local(model: str, device: str, dtype: str, threads: int | None, template: s
     from warpline.engine.llm import LLM
     from warpline.serve.talk import Local
 
-    llm = LLM(model, device=device, dtype=dtype, threads=threads)
+    llm = LLM(model, device=device, dtype=dtype, executor=executor, threads=threads, max_batch=1)
     llm.generate([0], SamplingParams(max_tokens=2))  # whatever has to be compiled is, before there is any text
     return Local(llm, template)
 
