@@ -58,6 +58,9 @@ class Parrot:
         self.asked.append(text if told is None else [dict(m) for m in told])
         return Reply(iter(["so", "-so", "."]), lambda: None)
 
+    def close(self) -> None:
+        pass
+
 
 def test_a_conversation_is_kept_and_the_oldest_is_left_out() -> None:
     notes: list[str] = []

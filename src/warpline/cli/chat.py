@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,8 +75,8 @@ def chat(
         partner = _remote(url, model, api_key_file)
     else:
         partner = _local(model or DEFAULT, device, dtype, executor, threads, chat_template)
-    talk = Conversation(partner, params, system=system, write=write, note=_note)
-    _Terminal(talk).run()
+    with closing(partner):
+        _Terminal(Conversation(partner, params, system=system, write=write, note=_note)).run()
 
 
 def _remote(url: str, model: str | None, key_file: Path | None) -> Partner:

@@ -53,6 +53,9 @@ class Partner(Protocol):
     def go_on(self, text: str, params: SamplingParams) -> Reply:
         """From the end of a text."""
 
+    def close(self) -> None:
+        """No more will be asked."""
+
 
 class Local:
     """A model in this process."""
@@ -88,6 +91,10 @@ class Local:
         reply = Reply(pieces(), handle.cancel)
         return reply
 
+    def close(self) -> None:
+        """Let the engine's thread end before Python does."""
+        self._llm.close()
+
 
 class Remote:
     """A server that speaks the OpenAI protocol."""
@@ -115,6 +122,9 @@ class Remote:
     def go_on(self, text: str, params: SamplingParams) -> Reply:
         """From the end of a text."""
         return self._ask("/completions", {"prompt": text}, params)
+
+    def close(self) -> None:
+        """Connections last as long as an answer."""
 
     def _models(self) -> list[dict[str, Any]]:
         with closing(self._open()) as connection:
