@@ -36,7 +36,7 @@ serve: $(VENV)/.serve
 # The page is tested in a browser. Where there is none, CI installs Debian's; elsewhere these tests say why they skip.
 browser:
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || test -z "$(CI)" || \
-		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 
 # A worker to a core (each takes half a gigabyte) with one thread of torch's; what measures time has the machine to itself.
 test: $(VENV)/.dev browser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -70,11 +71,9 @@ class Load:
     def bodies(self, model: str) -> Iterator[bytes]:
         """The requests as JSON."""
         draw = random.Random(f"prompts {self.seed}")
-        words = [i for i, text in _vocabulary() if WORD.fullmatch(text)]
-        texts = dict(_vocabulary())
         for i, (prompt, new) in enumerate(self.lengths()):
-            ids = draw.choices(words, k=prompt)
-            text = "".join(texts[token] for token in ids)
+            chosen = draw.choices(_words(), k=prompt)
+            ids, text = [token for token, _ in chosen], "".join(word for _, word in chosen)
             asked: dict[str, Any] = {"model": model, "max_tokens": new, "temperature": 0, "seed": i, "stream": True}
             asked |= {"stream_options": {"include_usage": True}, "ignore_eos": True}
             if self.api == "chat":
@@ -85,6 +84,8 @@ class Load:
             yield json.dumps(asked, separators=(",", ":")).encode()
 
 
-def _vocabulary() -> list[tuple[int, str]]:
+@functools.cache
+def _words() -> list[tuple[int, str]]:
     tokenizer = Tokenizer.gpt2()
-    return [(i, tokenizer.decode([i])) for i in range(len(tokenizer))]
+    decoded = ((i, tokenizer.decode([i])) for i in range(len(tokenizer)))
+    return [(i, text) for i, text in decoded if WORD.fullmatch(text)]
