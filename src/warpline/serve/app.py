@@ -22,17 +22,20 @@ from warpline.serve.state import Settings, State
 if TYPE_CHECKING:
     from warpline.serve.backend import Backend
 
-Failed = Callable[[BaseException], None]
-
 
 def create_app(
-    backend: Backend | Callable[[], Backend], settings: Settings | None = None, *, failed: Failed | None = None
+    backend: Backend | Callable[[], Backend],
+    settings: Settings | None = None,
+    *,
+    attached: Callable[[], None] | None = None,
+    failed: Callable[[Exception], None] | None = None,
 ) -> Starlette:
     """The server as an ASGI app.
 
     `backend` is an `LLM`, or whatever has what `serve.backend.Backend` says (a mock engine that measures the server
     alone, for example), or a function without arguments that makes one. A function is called in a thread when the
-    server starts: until it returns, /health and everything else answer 503. `failed` is called with what it raises.
+    server starts: until it returns, /health and everything else answer 503. Then `attached` is called, or `failed`
+    with what it raised.
     `app.state.server` is the server's `State`.
     """
     state = State(settings or Settings())
@@ -42,7 +45,7 @@ def create_app(
         loop = asyncio.get_running_loop()
         loading = None
         if callable(backend):
-            loading = loop.create_task(_load(state, backend, failed))
+            loading = loop.create_task(_load(state, backend, attached, failed))
         else:
             state.attach(backend, loop)
         yield
@@ -72,15 +75,22 @@ def create_app(
     return app
 
 
-async def _load(state: State, make: Callable[[], Backend], failed: Failed | None) -> None:
+async def _load(
+    state: State,
+    make: Callable[[], Backend],
+    attached: Callable[[], None] | None,
+    failed: Callable[[Exception], None] | None,
+) -> None:
     try:
-        backend = await asyncio.to_thread(make)
-        state.attach(backend, asyncio.get_running_loop())
+        state.attach(await asyncio.to_thread(make), asyncio.get_running_loop())
     except Exception as error:
         state.status, state.why = "failed", "the model could not be loaded"
         if failed is None:
             raise
         failed(error)
+        return
+    if attached is not None:
+        attached()
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -38,7 +38,7 @@ class Generation:
         self._open = sum(not choice.closed for choice in (*self.choices, *self.scorers))
         self._changed = [choice for choice in self.choices if choice.closed]  # of which nothing was wanted
         self._waiter: asyncio.Future[None] | None = None
-        self._gone = False
+        self._gone = self._started = False
         self.sending_since: float | None = None
         self.abort: Callable[[], None] | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -108,6 +108,13 @@ class Generation:
             if self._open:
                 self.state.backend.start([c.job for c in (*self.choices, *self.scorers) if not c.closed])
             await (self._stream(send) if self.asked.streamed else self._whole(send))
+        except asyncio.CancelledError:
+            if self.state.status != "draining":
+                raise
+            failure = ApiError(503, "the server is shutting down, and the time for that is over", code="draining")
+            if not self._started:
+                raise failure from None
+            await send({"type": "http.response.body", "body": self._last(failure)})
         finally:
             self.state.answers.discard(self)
             watch.remove_done_callback(self._is_gone)
@@ -128,7 +135,6 @@ class Generation:
         while any(not scorer.finished for scorer in self.scorers) and not self._gone:
             await self._news()
         body = b"".join(self._echo(choice) for choice in self.choices) if self.asked.echoes else b""
-        started = False
         while not self._gone:
             changed, self._changed = self._changed, []
             parts = [body]
@@ -137,15 +143,15 @@ class Generation:
                 parts.append(self._events(choice))
             body = b"".join(parts)
             failure = self._failure()
-            if failure is not None and not started:
+            if failure is not None and not self._started:
                 raise failure
             ended = failure is not None or (not self._open and not self._changed)
             if ended:
                 body += self._last(failure)
             if body:
-                if not started:
+                if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-                    started = True
+                    self._started = True
                 self.sending_since = self.state.loop.time()
                 await send({"type": "http.response.body", "body": body, "more_body": not ended})
                 self.sending_since = None

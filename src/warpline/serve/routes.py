@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from warpline import __version__
 from warpline.errors import ConfigError
-from warpline.serve import chat
+from warpline.serve import chat, openapi
 from warpline.serve.asked import Asked
 from warpline.serve.errors import ApiError, bad
 from warpline.serve.events import Chat, Completions, Style
@@ -77,6 +77,8 @@ def routes(state: State) -> list[Route]:
         ("GET", "/health", health),
         ("GET", "/metrics", metrics),
         ("GET", "/version", version),
+        ("GET", "/openapi.json", description),
+        ("GET", "/docs", docs),
         ("GET", "/", front),
     ]
     return [Route(path, Endpoint(state, path, handle), methods=[method]) for method, path, handle in table]
@@ -277,6 +279,17 @@ async def metrics(state: State, scope: Scope, receive: Receive, send: Send) -> N
 async def version(state: State, scope: Scope, receive: Receive, send: Send) -> None:
     """GET /version."""
     await _json(send, {"version": __version__})
+
+
+async def description(state: State, scope: Scope, receive: Receive, send: Send) -> None:
+    """GET /openapi.json."""
+    await state.respond(send, 200, openapi.document())
+
+
+async def docs(state: State, scope: Scope, receive: Receive, send: Send) -> None:
+    """GET /docs."""
+    body, headers = openapi.readable()
+    await state.respond(send, 200, body, b"text/html; charset=utf-8", headers)
 
 
 async def front(state: State, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.applications import Starlette
 
 from warpline.errors import ConfigError
 from warpline.serve.app import create_app
@@ -27,9 +28,24 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Server(uvicorn.Server):
-    """The first signal lets what runs come to its end, the second does not wait for it."""
+    """uvicorn's, for our app. The first signal lets what runs come to its end, the second does not wait for it."""
 
-    state: State
+    def __init__(self, app: Starlette, *, shutdown_timeout: float = 30.0, log_level: str = "warning"):
+        self.state: State = app.state.server
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            log_level=log_level,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+        )
+        super().__init__(config)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGINT or SIGTERM."""
@@ -39,7 +55,17 @@ class Server(uvicorn.Server):
         self.should_exit = True
         waiting = len(self.state.answers)
         if waiting:
-            logger.warning("shutting down when %d request(s) have ended; the next signal ends them", waiting)
+            logger.warning("ending when %d request(s) have been answered; the next signal ends them", waiting)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Nothing more is taken; what runs has its time."""
+        self.state.status = "draining"
+        await super().shutdown(sockets)
+
+    def run_on(self, listening: socket.socket) -> None:
+        """Serve until somebody says `should_exit`."""
+        with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+            runner.run(self.serve(sockets=[listening]))
 
 
 def serve(
@@ -55,50 +81,21 @@ def serve(
     """Serve until a signal comes. Raises what `load` raised. `ready` is called with the URL when requests are taken."""
     if is_loopback(host) and not settings.allowed_hosts:
         settings = replace(settings, allowed_hosts=(*LOOPBACK, host.lower()))
-    listening = _bound(host, port)
-    url = _url(listening)
+    listening = bound(host, port)
+    url = url_of(listening)
     errors: list[BaseException] = []
 
     def failed(error: BaseException) -> None:
         errors.append(error)
         server.should_exit = True
 
-    def loaded() -> Backend:
-        backend = load()
+    def attached() -> None:
         if ready is not None:
-            asyncio.run_coroutine_threadsafe(_told(), loop_of[0])
-        return backend
-
-    async def _told() -> None:
-        while server.state.status == "loading":
-            await asyncio.sleep(0.005)
-        if ready is not None and server.state.status == "ok":
             ready(url, server.state)
 
-    loop_of: list[asyncio.AbstractEventLoop] = []
-
-    async def main() -> None:
-        loop_of.append(asyncio.get_running_loop())
-        await server.serve(sockets=[listening])
-
-    app = create_app(loaded, settings, failed=failed)
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        lifespan="on",
-        access_log=False,
-        log_config=None,
-        log_level=log_level,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
-    )
-    server = Server(config)
-    server.state = app.state.server
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(main())
+    app = create_app(load, settings, attached=attached, failed=failed)
+    server = Server(app, shutdown_timeout=shutdown_timeout, log_level=log_level)
+    server.run_on(listening)
     if errors:
         raise errors[0]
 
@@ -108,7 +105,8 @@ def is_loopback(host: str) -> bool:
     return host.lower() in ("localhost", "::1") or host.startswith("127.")
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -119,6 +117,7 @@ def _bound(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _url(listening: socket.socket) -> str:
+def url_of(listening: socket.socket) -> str:
+    """How a client calls it."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
