@@ -6,15 +6,15 @@ import json
 import os
 import re
 import shutil
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from warpline.bench.serving.process import Server
+from tests.serve.live import Live, Standin, serving
+from warpline import LLM
 from warpline.serve.page import page
+from warpline.serve.state import Settings
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -26,23 +26,10 @@ PROMPT = "Once upon a time, a little robot"
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def server() -> Iterator[Live]:
     """The embedded model, by the executor that compiles nothing."""
-    with Server(["-m", "warpline", "serve", "--device", "cpu", "--executor", "torch", "--max-batch", "4"]) as server:
-        end = time.monotonic() + 60
-        while not answers(server.url + "/health"):
-            server.require_alive()
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        yield server.url
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url) as answer:
-            return bool(answer.status == 200)
-    except OSError:  # nobody listens yet, or the model is being loaded
-        return False
+    with serving(LLM(device="cpu", dtype="fp32", executor="torch", max_batch=4)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +44,23 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def visit(browser: Any, url: str) -> Iterator[Open]:
+def visit(browser: Any, server: Live) -> Iterator[Open]:
     """Opens the page; what a page must not do fails the test in the end."""
     wrong: list[str] = []
     contexts = []
 
-    def foreign(asked: str) -> list[str]:
-        return [] if asked.startswith((url, "data:")) else [asked]
-
-    def open_page(width: int = 1200, height: int = 800, scheme: str = "light", *, expects: str = "\0") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    def open_page(
+        width: int = 1200, height: int = 800, scheme: str = "light", *, expects: str = "\0", url: str = server.url,
+        **named: Any,
+    ) -> Any:  # fmt: skip
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **named)
         contexts.append(context)
         context.set_default_timeout(20_000)
         found = context.new_page()
         found.on("console", lambda message: wrong.extend([message.text] if expects not in message.text else []))
         found.on("pageerror", lambda error: wrong.append(str(error)))
-        found.on("request", lambda request: wrong.extend(foreign(request.url)))
+        ours = (url, "data:")
+        found.on("request", lambda request: wrong.extend([] if request.url.startswith(ours) else [request.url]))
         found.goto(url)
         return found
 
@@ -89,13 +77,6 @@ def text(tab: Any) -> str:
 def written(tab: Any, answers: int = 1) -> None:
     """Wait for the end of so many answers."""
     tab.locator(f"body[data-answers='{answers}']").wait_for()
-
-
-def running(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        found = re.search(r"^warpline:num_requests_running\{.*\} (\d+)", answer.read().decode(), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
 
 
 def test_write_and_try_again(visit: Open) -> None:
@@ -126,23 +107,20 @@ def test_write_and_try_again(visit: Open) -> None:
     assert tab.locator("#layer .model").text_content() == first.removeprefix(PROMPT)
 
 
-def test_stop_ends_the_work(visit: Open, url: str) -> None:
+def test_stop_ends_the_work(visit: Open, server: Live) -> None:
     tab = visit()
     tab.fill("#max_tokens", "480")
     tab.fill("#text", PROMPT)
     tab.keyboard.press("Control+Enter")
     tab.locator("#layer .model").wait_for()
-    assert running(url) == 1
+    assert server.state.answers
     tab.keyboard.press("Escape")
     tab.locator("#said", has_text="Stopped").wait_for()
     assert len(text(tab)) > len(PROMPT)
-    end = time.monotonic() + 5
-    while running(url):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    server.wait_until_empty(5)
 
 
-def test_tokens_and_alternatives(visit: Open, url: str) -> None:
+def test_tokens_and_alternatives(visit: Open, server: Live) -> None:
     tab = visit()
     tab.fill("#max_tokens", "12")
     tab.fill("#text", PROMPT)
@@ -154,11 +132,7 @@ def test_tokens_and_alternatives(visit: Open, url: str) -> None:
     tokens.first.wait_for()
     assert "".join(tokens.all_text_contents()) == whole
     body = {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 5}
-    asked = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(asked) as answer:
-        scored = json.load(answer)["choices"][0]["logprobs"]
+    scored = server.request("/v1/completions", body)[1]["choices"][0]["logprobs"]
     at = scored["tokens"].index(" a")
     tokens.nth(at).hover()
     card = tab.locator("#card")
@@ -246,3 +220,13 @@ def test_one_small_file_that_may_do_little() -> None:
     assert "unsafe" not in policy
     for attribute in (b" style=", b" onclick=", b'src="http', b'href="http', b"url(", b"@import"):
         assert attribute not in body
+
+
+def test_a_key_that_the_browser_asks_for(visit: Open) -> None:
+    with serving(Standin(), Settings(api_keys=("secret",))) as guarded:
+        tab = visit(url=guarded.url, http_credentials={"username": "anybody", "password": "secret"})
+        tab.fill("#text", PROMPT)
+        tab.click("#write")
+        written(tab)
+        assert text(tab).startswith(PROMPT + " word word")
+        tab.context.close()

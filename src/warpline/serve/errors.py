@@ -38,7 +38,8 @@ class ApiError(Exception):
         if self.retry_after is not None:
             found.append((b"retry-after", str(self.retry_after).encode()))
         if self.status == 401:
-            found.append((b"www-authenticate", b'Bearer, Basic realm="warpline"'))
+            # A header for each: browsers take one that names several for a single scheme, and do not ask for a key.
+            found += [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="warpline"')]
         if self.close:
             found.append((b"connection", b"close"))
         return found
