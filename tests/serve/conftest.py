@@ -13,7 +13,8 @@ from warpline import LLM
 @pytest.fixture(scope="package")
 def llm() -> LLM:
     """Small, with logits so flat that sampled text has every kind of token."""
-    return LLM("random:n_layer=2,n_head=2,n_embd=32,n_positions=256", device="cpu", dtype="fp32", max_batch=8)
+    model = "random:n_layer=2,n_head=2,n_embd=32,n_positions=256"
+    return LLM(model, device="cpu", dtype="fp32", max_batch=8, threads=1)
 
 
 @pytest.fixture(scope="module")

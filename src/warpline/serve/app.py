@@ -1,4 +1,7 @@
-"""The ASGI app. Any server that speaks ASGI can run it; `run.serve` does with uvicorn."""
+"""The ASGI app. Any server that speaks ASGI can run it; `run.Server` does with uvicorn.
+
+Starlette's routes, without its application class: that wraps what is sent in two more calls, for every event.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,30 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.routing import Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from warpline.serve.errors import ApiError
 from warpline.serve.guard import Guard
-from warpline.serve.routes import routes
+from warpline.serve.routes import Endpoint, routes
 from warpline.serve.state import Settings, State
 
 if TYPE_CHECKING:
     from warpline.serve.backend import Backend
+
+
+class App:
+    """What `create_app` makes: call it with ASGI's scope, receive and send. `server` is what the server knows."""
+
+    def __init__(self, app: ASGIApp, server: State):
+        self._app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or begin and end with the server."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        await self._app(scope, receive, send)
 
 
 def create_app(
@@ -29,19 +42,18 @@ def create_app(
     *,
     attached: Callable[[], None] | None = None,
     failed: Callable[[Exception], None] | None = None,
-) -> Starlette:
+) -> App:
     """The server as an ASGI app.
 
     `backend` is an `LLM`, or whatever has what `serve.backend.Backend` says (a mock engine that measures the server
     alone, for example), or a function without arguments that makes one. A function is called in a thread when the
     server starts: until it returns, /health and everything else answer 503. Then `attached` is called, or `failed`
     with what it raised.
-    `app.state.server` is the server's `State`.
     """
     state = State(settings or Settings())
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: Router) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         loading = None
         if callable(backend):
@@ -53,26 +65,17 @@ def create_app(
             loading.cancel()
         await state.close()
 
-    middleware = []
+    nowhere = Endpoint(state, "other", {}, absent=True)
+    app: ASGIApp = Router(routes(state), redirect_slashes=False, default=nowhere, lifespan=lifespan)
+    app = Guard(app, state)
     if state.settings.cors_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(state.settings.cors_origins),
-                allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
-            )
+        app = CORSMiddleware(
+            app,
+            allow_origins=list(state.settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
         )
-    middleware.append(Middleware(Guard, state=state))
-    app = Starlette(
-        routes=routes(state),
-        middleware=middleware,
-        lifespan=lifespan,
-        exception_handlers={404: _refused, 405: _refused},
-    )
-    app.router.redirect_slashes = False
-    app.state.server = state
-    return app
+    return App(app, state)
 
 
 async def _load(
@@ -91,15 +94,3 @@ async def _load(
         return
     if attached is not None:
         attached()
-
-
-def _refused(request: Request, error: Exception) -> Response:
-    """There is no such path, or it has no such method."""
-    assert isinstance(error, HTTPException)
-    request.app.state.server.metrics.answered("other", error.status_code)
-    path = request.url.path[:80]
-    said = (
-        f"there is nothing at {path}: see /docs" if error.status_code == 404 else f"{request.method} is not for {path}"
-    )
-    answer = ApiError(error.status_code, said)
-    return Response(answer.body(), error.status_code, headers=error.headers, media_type="application/json")

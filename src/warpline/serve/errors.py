@@ -16,11 +16,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        allow: str | None = None,
         close: bool = False,
     ):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after, self.close = retry_after, close
+        self.retry_after, self.allow, self.close = retry_after, allow, close
 
     @property
     def kind(self) -> str:
@@ -37,6 +38,8 @@ class ApiError(Exception):
         found = []
         if self.retry_after is not None:
             found.append((b"retry-after", str(self.retry_after).encode()))
+        if self.allow is not None:
+            found.append((b"allow", self.allow.encode()))
         if self.status == 401:
             # A header for each: browsers take one that names several for a single scheme, and do not ask for a key.
             found += [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="warpline"')]

@@ -43,16 +43,19 @@ LONG = 8192
 
 
 class Endpoint:
-    """An ASGI app of one handler, whose errors become answers."""
+    """An ASGI app for one path: a handler for each method, whose errors become answers."""
 
-    def __init__(self, state: State, path: str, handle: Handler):
-        self._state, self._path, self._handle = state, path, handle
+    def __init__(self, state: State, path: str, handlers: dict[str, Handler], *, absent: bool = False):
+        self._state, self._path, self._handlers, self._absent = state, path, handlers, absent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         status = 200
         try:
-            await self._handle(self._state, scope, receive, send)
+            handle = self._handlers.get(scope["method"])
+            if handle is None:
+                raise self._refusal(scope)
+            await handle(self._state, scope, receive, send)
         except ApiError as error:
             status = error.status
             await self._state.respond(send, status, error.body(), headers=error.headers())
@@ -63,6 +66,12 @@ class Endpoint:
             await self._state.respond(send, status, failure.body(), headers=failure.headers())
         finally:
             self._state.metrics.answered(self._path, status)
+
+    def _refusal(self, scope: Scope) -> ApiError:
+        path = scope["path"][:80]
+        if self._absent:
+            return ApiError(404, f"there is nothing at {path}: see /docs")
+        return ApiError(405, f"{scope['method']} is not for {path}", allow=", ".join(self._handlers))
 
 
 def routes(state: State) -> list[Route]:
@@ -81,7 +90,10 @@ def routes(state: State) -> list[Route]:
         ("GET", "/docs", docs),
         ("GET", "/", front),
     ]
-    return [Route(path, Endpoint(state, path, handle), methods=[method]) for method, path, handle in table]
+    return [
+        Route(path, Endpoint(state, path, dict.fromkeys(("GET", "HEAD") if method == "GET" else (method,), handle)))
+        for method, path, handle in table
+    ]
 
 
 # --- generating -------------------------------------------------------------------------------------------------------

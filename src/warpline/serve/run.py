@@ -11,10 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.applications import Starlette
 
 from warpline.errors import ConfigError
-from warpline.serve.app import create_app
+from warpline.serve.app import App, create_app
 from warpline.serve.connection import Connection
 from warpline.serve.state import Settings, State
 
@@ -30,8 +29,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 class Server(uvicorn.Server):
     """uvicorn's, for our app. The first signal lets what runs come to its end, the second does not wait for it."""
 
-    def __init__(self, app: Starlette, *, shutdown_timeout: float = 30.0, log_level: str = "warning"):
-        self.state: State = app.state.server
+    def __init__(self, app: App, *, shutdown_timeout: float = 30.0, log_level: str = "warning"):
+        self.state: State = app.server
         config = uvicorn.Config(
             app,
             http=Connection,
