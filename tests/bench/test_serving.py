@@ -198,6 +198,7 @@ def test_lengths_are_seeded_and_fit() -> None:
     ("words", "message"),
     [
         (["--url", "x", "--mock"], "give one of them"),
+        (["--mock", "--dtype", "fp32"], "leave them out"),
         (["--url", "ftp://x"], "is no address of a server"),
         (["--url", "http://127.0.0.1:9", "--ready", "0"], "cannot be reached"),
         (["--concurrency", "none"], "takes numbers above 0"),

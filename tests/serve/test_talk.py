@@ -100,6 +100,13 @@ def test_a_text_that_two_write() -> None:
         list(talk.say("On it went."))
     assert notes
     assert parrot.asked[-1].endswith("On it went.")
+    kept, parrot.limit = talk.text, -1
+    with pytest.raises(TooLong):
+        list(talk.say("More"))
+    parrot.limit = 90
+    assert talk.begun
+    assert talk.text == kept
+    list(talk.again())
     talk.clear()
     assert not talk.begun
     list(talk.say(""))

@@ -65,6 +65,8 @@ def serve(
 
     if url is not None and mock:
         raise ConfigError("--url is a server that runs and --mock starts one: give one of them")
+    if (url is not None or mock) and (device, dtype) != ("auto", "auto"):
+        raise ConfigError("--device and --dtype are of a model that is started: leave them out")
     EngineConfig(device=device, dtype=dtype)
     wanted = goals(goodput)
     key = read_key(api_key_file)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = SamplingParams()
 _ENGINE = EngineConfig()
+_OF_A_LOCAL_MODEL = (_ENGINE.device, _ENGINE.dtype, _ENGINE.executor, None, None)
 _HELP = (
     ("Enter", "sends (nothing: it goes on); a line that ends with \\ goes on in the next"),
     ("Ctrl-C", "stops the answer"),
@@ -67,6 +68,8 @@ def chat(
         repetition_penalty=repetition_penalty, seed=seed, stop=stop or (),
     )  # fmt: skip
     EngineConfig(device=device, dtype=dtype, threads=threads)
+    if url is not None and (device, dtype, executor, threads, chat_template) != _OF_A_LOCAL_MODEL:
+        raise ConfigError("--device, --dtype, --executor, --threads and --chat-template are for a local model")
     if write and system is not None:
         raise ConfigError("--system is for conversations: leave --write out")
     from warpline.serve.talk import Conversation

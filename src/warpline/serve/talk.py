@@ -226,7 +226,7 @@ class Conversation:
         self._system: Messages = [{"role": "system", "content": system}] if system else []
         self._said: Messages = []
         self._text = ""
-        self._before = ""  # the text before the last answer
+        self._before = self._earlier = ""  # the text before the last answer, and before the one before
         self._used = 0
         self._note = note
         self.reply: Reply | None = None
@@ -234,7 +234,7 @@ class Conversation:
     @property
     def begun(self) -> bool:
         """Whether there is an answer to be given again."""
-        return bool(self._before if self.write else self._said)
+        return bool(self._text if self.write else self._said)
 
     @property
     def text(self) -> str:
@@ -243,12 +243,12 @@ class Conversation:
 
     def clear(self) -> None:
         """Begin anew."""
-        self._said, self._text, self._before, self._used = [], "", "", 0
+        self._said, self._text, self._before, self._earlier, self._used = [], "", "", "", 0
 
     def say(self, words: str) -> Iterator[str]:
         """Pieces of the answer. What has come stays, also if the reader stops in the middle."""
         if self.write:
-            self._before = self._joined(words)
+            self._earlier, self._before = self._before, self._joined(words)
         else:
             self._said.append({"role": "user", "content": words})
         return self._answer(self.params)
@@ -302,7 +302,7 @@ class Conversation:
     def _forget(self) -> None:
         """What could not be answered was not said."""
         if self.write:
-            self._before = ""
+            self._before = self._earlier
         elif self._said and self._said[-1]["role"] == "user":
             self._said.pop()
 
