@@ -17,7 +17,6 @@ from warpline.model.builtin import DEFAULT
 from warpline.serve.address import address_of
 
 if TYPE_CHECKING:
-    from warpline.bench.serving.client import Target
     from warpline.bench.serving.load import Load
     from warpline.bench.serving.process import Server
 
@@ -59,9 +58,12 @@ def serve(
 ) -> None:
     """Measure a server: tokens/s, time to the first token (TTFT), time per token after it (TPOT), time of the whole
     (E2E), in ms, median and p99. The last line of the output is one JSON object."""
+    from warpline.bench.rows import append
     from warpline.bench.serving.client import Target
     from warpline.bench.serving.figures import goals
     from warpline.bench.serving.load import PATHS, Load
+    from warpline.bench.serving.run import Asking, measured
+    from warpline.progress import progress
 
     if url is not None and mock:
         raise ConfigError("--url is a server that runs and --mock starts one: give one of them")
@@ -92,9 +94,13 @@ def serve(
             server = stack.enter_context(Server(_command(mock, model, device, dtype)))
             label = label or ("mock" if mock else "warpline")
         target = Target(address_of(server.url if server is not None else url or ""), key)
-        rows = _measure(
-            target, server, loads, wanted, model if url else None, label, warmups, timeout, ready, as_json, save
-        )
+        asking = Asking(model=model if url else None, label=label, warmups=warmups, timeout=timeout, patience=ready)
+        with progress("Measuring", sum(load.requests for load in loads)) as advance:
+            rows = measured(target, loads, asking, wanted, server=server, advance=advance)
+    if not as_json:
+        _print(rows)
+    if save is not None:
+        append(save, "serve", rows)
     if chart is not None:
         from warpline.bench.serving.report import chart as draw
 
@@ -114,61 +120,11 @@ def _command(mock: bool, model: str, device: str, dtype: str) -> list[str]:
     return ["-m", "warpline", "serve", "--model", model, "--device", device, "--dtype", dtype]
 
 
-def _measure(
-    target: Target,
-    server: Server | None,
-    loads: list[Load],
-    goals: dict[str, float],
-    model: str | None,
-    label: str | None,
-    warmups: int | None,
-    timeout: float,
-    patience: float,
-    quiet: bool,
-    save: Path | None,
-) -> list[dict[str, Any]]:
-    from warpline.bench.rows import append, provenance
+def _print(rows: list[dict[str, Any]]) -> None:
     from warpline.bench.serving.report import TITLES, cells, notes
-    from warpline.bench.serving.run import measure, ready, run
-    from warpline.progress import progress
 
-    first = run(ready(target, patience, server.require_alive if server is not None else lambda: None))
-    asked = model or first
-    if asked is None:
-        raise ConfigError(f"{target.url} does not say which models it has: name one with --model")
-    rows: list[dict[str, Any]] = []
-    spent = 0.0
-
-    def begin() -> None:
-        nonlocal spent
-        spent = server.cpu_seconds() if server is not None else 0.0
-
-    with progress("Measuring", sum(load.requests for load in loads)) as advance:
-        for load in loads:
-            warm = min(load.concurrency or 8, load.requests) if warmups is None else warmups
-            found = run(
-                measure(target, load, asked, warmups=warm, timeout=timeout, goals=goals, before=begin, advance=advance)
-            )
-            if server is not None:
-                cpu = server.cpu_seconds() - spent
-                found["server_us_per_token"] = round(1e6 * cpu / max(1, found["total_output_tokens"]), 3)
-            rows.append(_described(load, label or f"{target.address.host}:{target.address.port}", asked) | found)
-    made = provenance()
-    rows = [made | row for row in rows]
-    if not quiet:
-        print_table(TITLES, [cells(row) for row in rows])
-        typer.echo("".join(f"{line}\n" for row in rows for line in notes(row)), nl=False)
-    if save is not None:
-        append(save, "serve", rows)
-    return rows
-
-
-def _described(load: Load, label: str, model: str) -> dict[str, Any]:
-    return {
-        "label": label, "model": model, "api": load.api, "ids": load.ids, "input_len": load.prompt,
-        "output_len": load.new, "spread": load.spread, "seed": load.seed, "request_rate": load.rate,
-        "burstiness": load.burstiness, "max_concurrency": load.concurrency, "body": dict(load.body),
-    }  # fmt: skip
+    print_table(TITLES, [cells(row) for row in rows])
+    typer.echo("".join(f"{line}\n" for row in rows for line in notes(row)), nl=False)
 
 
 def _loads(base: Load, concurrency: str | None, rate: str | None) -> list[Load]:

@@ -52,6 +52,14 @@ class Load:
         if self.ids and self.api == "chat":
             raise ConfigError("a chat's messages are text: leave --ids out")
 
+    def described(self) -> dict[str, Any]:
+        """As rows have it."""
+        return {
+            "api": self.api, "ids": self.ids, "input_len": self.prompt, "output_len": self.new, "spread": self.spread,
+            "seed": self.seed, "request_rate": self.rate, "burstiness": self.burstiness,
+            "max_concurrency": self.concurrency, "body": dict(self.body),
+        }  # fmt: skip
+
     def lengths(self) -> list[tuple[int, int]]:
         """Tokens of each prompt and of each output."""
         if not self.spread:

@@ -6,13 +6,16 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from warpline.bench.rows import provenance
 from warpline.bench.serving.answers import read
 from warpline.bench.serving.client import Connection, Raw, Target, connect, once
 from warpline.bench.serving.figures import Row, figures
 from warpline.bench.serving.load import PATHS, Load
+from warpline.bench.serving.process import Server
 from warpline.errors import ConfigError
 
 T = TypeVar("T")
@@ -58,6 +61,53 @@ def _first_model(answer: Raw) -> str | None:
         return str(json.loads(b"".join(piece for _, piece in answer.pieces))["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How a server is asked, whatever the load."""
+
+    model: str | None = None  # the server's first if not given
+    label: str | None = None  # of the server in rows; where it is if not given
+    warmups: int | None = None  # one for each request at once if not given
+    timeout: float = 300.0  # seconds for an answer
+    patience: float = 60.0  # seconds for the server to be ready
+
+
+def measured(
+    target: Target,
+    loads: Sequence[Load],
+    asking: Asking,
+    goals: dict[str, float],
+    *,
+    server: Server | None = None,
+    advance: Callable[[float], None] = lambda amount: None,
+) -> list[Row]:
+    """A row for each load. Of a server of ours its CPU time is measured as well."""
+    first = run(ready(target, asking.patience, server.require_alive if server is not None else lambda: None))
+    model = asking.model or first
+    if model is None:
+        raise ConfigError(f"{target.url} does not say which models it has: name one with --model")
+    label = asking.label or f"{target.address.host}:{target.address.port}"
+    rows = []
+    for load in loads:
+        warmups = min(load.concurrency or 8, load.requests) if asking.warmups is None else asking.warmups
+        spent = 0.0
+
+        def begin() -> None:
+            nonlocal spent
+            spent = server.cpu_seconds() if server is not None else 0.0
+
+        work = measure(
+            target, load, model, warmups=warmups, timeout=asking.timeout, goals=goals, before=begin, advance=advance
+        )
+        row = {"label": label, "model": model, **load.described(), **run(work)}
+        if server is not None:
+            cpu = server.cpu_seconds() - spent
+            row["server_us_per_token"] = round(1e6 * cpu / max(1, row["total_output_tokens"]), 3)
+        rows.append(row)
+    made = provenance()
+    return [made | row for row in rows]
 
 
 async def measure(
