@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve browser test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
-	check format readme clean
+	check docker format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -22,7 +22,8 @@ help:
 	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
 	@echo "make profile-cpu where the time of the CPU methods goes, sessions into results/ (two minutes)"
 	@echo "make profile-gpu where the time of the GPU methods goes, sessions into results/ (a few minutes)"
-	@echo "make check    ruff (lint and format) and strict mypy"
+	@echo "make check    ruff (lint and format), strict mypy, hadolint"
+	@echo "make docker   build an image that serves, with docker"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
 	@echo "make clean    remove $(VENV) and caches"
@@ -144,6 +145,11 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "hadolint is not here: Dockerfile unchecked"; fi
+
+# Needs docker, and the network.
+docker:
+	docker build -t warpline .
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

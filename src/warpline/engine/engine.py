@@ -95,6 +95,8 @@ class Engine:
         with self._changed:
             self.scheduler.add(jobs)
             self.stats.requests += len(jobs)
+            if self.free:
+                self._halt()
 
     def run(self, done: Callable[[], bool], launched: Callable[[], object] | None = None) -> None:
         """Until `done`, which is asked after every turn. `launched` is called once, while the device works."""
@@ -127,7 +129,14 @@ class Engine:
                     self._flight, self._landed, self._idle_since = None, [], None
             finally:
                 self._lead.release()
+        else:
+            self._halt()
         self._tell()
+
+    def _halt(self) -> None:
+        """Something has changed that the launch under way does not know: it need not take all of its steps."""
+        if self._slots is not None:
+            self.executor.halt(self._slots, True)
 
     def close(self) -> None:
         """Finish what is under way and give the slots back."""
@@ -171,11 +180,16 @@ class Engine:
         there was nothing to do."""
         try:
             with self._on_stream():
+                worked = bool(self._landed)
+                if not self._cuda:  # a launch computes at once: what is known must not wait for it
+                    self._publish()
+                    if worked and launched is None and done():
+                        return True
                 if self._flight is None:
                     self._flight = self._launch()
                 if launched is not None:
                     launched()
-                worked = self._flight is not None or bool(self._landed)
+                worked = worked or self._flight is not None
                 self._publish()
                 if self._flight is None or done():
                     return worked
@@ -216,8 +230,9 @@ class Engine:
 
     def _launch(self) -> _Flight | None:
         """Enqueue the next turn, if there is anything to do."""
-        self._sweep()
         slots, executor = self._allocated(), self.executor
+        executor.halt(slots, False)  # before looking: what changes from now on is said again
+        self._sweep()
         with self._changed:
             turn = self.scheduler.plan(self._wasteful)
         if turn is None:

@@ -6,9 +6,11 @@ Starlette's routes, without its application class: that wraps what is sent in tw
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Router
@@ -85,7 +87,7 @@ async def _load(
     failed: Callable[[Exception], None] | None,
 ) -> None:
     try:
-        state.attach(await asyncio.to_thread(make), asyncio.get_running_loop())
+        state.attach(await _made(make), asyncio.get_running_loop())
     except Exception as error:
         state.status, state.why = "failed", "the model could not be loaded"
         if failed is None:
@@ -94,3 +96,25 @@ async def _load(
         return
     if attached is not None:
         attached()
+
+
+async def _made(make: Callable[[], Backend]) -> Backend:
+    """What `make` makes in a thread for which the process does not wait when it ends, as a pool's would have it."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Backend] = loop.create_future()
+
+    def tell(done: Callable[[Any], None], what: Any) -> None:
+        if not found.done():
+            done(what)
+
+    def work() -> None:
+        done: Callable[[Any], None] = found.set_result
+        try:
+            what: Any = make()
+        except Exception as error:  # noqa: BLE001 - handed to who waits
+            done, what = found.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
+            loop.call_soon_threadsafe(tell, done, what)
+
+    threading.Thread(target=work, name="warpline-load", daemon=True).start()
+    return await found

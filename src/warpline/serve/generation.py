@@ -64,7 +64,7 @@ class Generation:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _is_gone(self, _: asyncio.Task[Message]) -> None:
+    def _is_gone(self, _: asyncio.Task[None]) -> None:
         self._gone = True
         self._wake()
 
@@ -84,10 +84,11 @@ class Generation:
         left = [choice for choice in (*self.choices, *self.scorers) if not choice.closed]
         for choice in left:
             choice.closed = choice.finished = True
-        if left:
-            self.state.backend.engine.cancel([choice.job for choice in left])
-            for choice in left:
-                self.state.aborted(choice)
+        unfinished = [choice.job for choice in left if not choice.job.finished]
+        if unfinished:
+            self.state.backend.engine.cancel(unfinished)
+        for choice in left:
+            self.state.aborted(choice)
 
     def cut(self) -> None:
         """Its reader takes nothing: end the connection, where the server lets us, and the task."""
@@ -100,7 +101,7 @@ class Generation:
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Answer, and leave nothing behind."""
-        watch: asyncio.Task[Message] = self.state.loop.create_task(_left(receive))
+        watch = self.state.loop.create_task(_left(receive))
         watch.add_done_callback(self._is_gone)
         self.state.answers.add(self)
         self._task = asyncio.current_task()
@@ -251,6 +252,7 @@ class Generation:
         return {"timings": self.state.timings(self)} if self.asked.wants_timings else {}
 
 
-async def _left(receive: Receive) -> Message:
-    """Ends when the client has gone: behind the body nothing else can come."""
-    return await receive()
+async def _left(receive: Receive) -> None:
+    """Ends when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -163,7 +163,8 @@ def _asked(
     context = state.backend.config.n_positions
     # A prompt that fills the context leaves room for one token, which needs no position.
     rooms = [max(1, context - len(one)) for one in ids]
-    known = {room: params_of(asked, room=room, logprobs=logprobs, stops=stops) for room in set(rooms)}
+    vocab = state.backend.config.vocab_size
+    known = {room: params_of(asked, room=room, vocab=vocab, logprobs=logprobs, stops=stops) for room in set(rooms)}
     return Asked(
         texts=texts,
         ids=ids,

@@ -17,7 +17,9 @@ _PENALTIES = ("presence_penalty", "frequency_penalty")
 _SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", *_PENALTIES)
 
 
-def params_of(asked: Sampling, *, room: int, logprobs: int | None, stops: tuple[str, ...] = ()) -> SamplingParams:
+def params_of(
+    asked: Sampling, *, room: int, vocab: int, logprobs: int | None, stops: tuple[str, ...] = ()
+) -> SamplingParams:
     """What the engine is told. `room` is what the context has left; `stops` are ends that a chat template brings."""
     most = _max_tokens(asked, room)
     named: dict[str, Any] = {**DEFAULTS, "max_tokens": max(1, min(most, room)), "logprobs": logprobs}
@@ -30,7 +32,7 @@ def params_of(asked: Sampling, *, room: int, logprobs: int | None, stops: tuple[
     if asked.seed is not None:
         named["seed"] = asked.seed % 2**64
     if asked.logit_bias:
-        named["logit_bias"] = {_token_id(key): value for key, value in asked.logit_bias.items()}
+        named["logit_bias"] = {_token_id(key, vocab): value for key, value in asked.logit_bias.items()}
     named["stop"] = stops_of(asked.stop) + stops
     for name in (*_PENALTIES, "logit_bias"):
         if name in named and not _known(name):
@@ -62,11 +64,10 @@ def _known(name: str) -> bool:
     return name in SamplingParams.__dataclass_fields__
 
 
-def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError:
-        raise bad(f"logit_bias takes token ids, not {key[:40]!r}", "logit_bias") from None
+def _token_id(key: str, vocab: int) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab):
+        raise bad(f"logit_bias takes token ids below {vocab:,}, not {key[:40]!r}", "logit_bias")
+    return int(key)
 
 
 def refuse_unsupported(asked: Sampling) -> None:
