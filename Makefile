@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve browser test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
+.PHONY: help demo serve browser test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu bench-servers ladder-gpu tune-gpu profile-cpu profile-gpu \
 	check docker format readme clean
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make sanitize run the kernels' small shapes, and a small model, under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
+	@echo "make bench-servers  our server beside llama-cpp-python's and transformers', into results/ (half an hour the first time)"
 	@echo "make ladder-gpu every rung of every ladder, into results/ (a few minutes)"
 	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
 	@echo "make profile-cpu where the time of the CPU methods goes, sessions into results/ (two minutes)"
@@ -116,6 +117,21 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline bench reference --dtype fp16,fp32 --device cuda --save results
 	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch throughput long coldstart memory --device cuda --save results \
 		--method $(STRONGEST_ON_GPU)
+
+# Other servers with OpenAI's API beside ours, on the same machine and with the same weights, in turns. llama-cpp-python is
+# built from source (ten minutes on two cores); its source distribution has the script that converts the weights.
+LLAMA = .venvs/servers/llama
+bench-servers: .venvs/servers/.ready
+	PYTHONPATH=src:. $(BIN)/python -m tools.servers .venvs/servers --save results
+
+.venvs/servers/.ready: | $(VENV)/.dev
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install "transformers[serving]" torch gguf sentencepiece
+	$(@D)/bin/python -m pip download --no-deps --no-binary llama-cpp-python -d $(@D) llama-cpp-python
+	$(@D)/bin/python -m pip install "$$(echo $(@D)/llama_cpp_python-*.tar.gz)[server]"
+	mkdir -p $(LLAMA) && tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(LLAMA) --strip-components 1
+	$(BIN)/warpline export random:gpt2 $(@D)/gpt2
+	touch $@
 
 # What each optimisation of a kernel buys, from naive to production.
 ladder-gpu:

@@ -1,4 +1,4 @@
-"""A server of our own, in a process of its own, for as long as it is measured."""
+"""A server in a process of its own, for as long as it is measured."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def free_port() -> int:
 
 
 class Server:
-    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python with these arguments and a port."""
+    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another, with these arguments and a
+    port."""
 
-    def __init__(self, arguments: Sequence[str]):
+    def __init__(self, arguments: Sequence[str], python: str = sys.executable):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = [sys.executable, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+        self._arguments = [python, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
 
     def __enter__(self) -> Server:
         self._log = tempfile.TemporaryFile()
