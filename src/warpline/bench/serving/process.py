@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -25,6 +26,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one ends, however it ends."""
+    prctl_set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(prctl_set_parent_death_signal, signal.SIGTERM)
+
+
 class Server:
     """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another, with these arguments and a
     port."""
@@ -39,6 +46,7 @@ class Server:
         self._process = subprocess.Popen(
             self._arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for us; it gets its end from us
+            preexec_fn=_end_with_parent,
         )  # fmt: skip
         return self
 
