@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
+
 from warpline import hardware
 from warpline.config import ModelConfig
 from warpline.engine.engine import Job, Stats
@@ -158,12 +160,16 @@ class Standin:
         left = job.request.limit - job.prompt_length - len(job.tokens)
         at = len(job.tokens)
         new = [self.ids[(at + i) % len(self.ids)] for i in range(min(self.chunk, left))]
+        new = [*job.request.forced[at : at + len(new)], *new][: len(new)]
+        count = job.request.params.logprobs
+        if count is not None:
+            job.logprobs += [(-1.0, np.full(count, -1.0), np.arange(count))] * len(new)
         job.tokens += new
         cut = job.receive(new) if job.receive is not None else None
         if self.error is not None:
             job.error, job.finished = self.error, True
         elif cut is not None:
-            del job.tokens[cut:]
+            del job.tokens[cut:], job.logprobs[cut:]
             job.finish_reason, job.finished = "stop", True
         elif len(new) == left:
             job.finish_reason, job.finished = "length", True

@@ -15,14 +15,14 @@ from warpline.serve.protocol import ChatRequest, CompletionRequest, decode
 from warpline.serve.routes import routes
 from warpline.serve.state import State
 
-#: More where somebody has the time: WARPLINE_CASES=10000 make test.
+#: More where somebody has the time: SCHEMATHESIS_CASES=10000.
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
-CASES = int(os.environ.get("WARPLINE_CASES", "150"))
+CASES = int(os.environ.get("SCHEMATHESIS_CASES", "150"))
 
 
 @pytest.fixture(scope="module")

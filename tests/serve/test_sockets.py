@@ -109,6 +109,19 @@ def test_slow_loris(monkeypatch: pytest.MonkeyPatch) -> None:
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
+def test_what_comes_early_does_not_disturb_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    body = b'{"prompt": "x", "max_tokens": 400, "stream": true}'
+    with serving(Standin(pause=0.002)) as live, live.socket() as sock:
+        sock.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /hea")
+        found = b""
+        while b"[DONE]" not in found:
+            part = sock.recv(1 << 16)
+            assert part, found[-300:]
+            found += part
+        assert b"HTTP/1.1 408" not in found.partition(b"[DONE]")[0]
+
+
 def test_half_requests(open_server: Live) -> None:
     """Bodies that end too early, and connections that end in the middle of everything."""
     body = b'{"prompt": "x", "max_tokens": 900, "stream": true}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,7 +51,10 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a model: OpenAI's API at /v1, a page at /, Prometheus' metrics at /metrics."""
-    one_of(log_level, LEVELS, "log level")
+    log = logging.getLogger("warpline")
+    log.setLevel(min(log.level, getattr(logging, one_of(log_level, LEVELS, "log level").upper())))  # --debug says all
+    for name in ("uvicorn", "asyncio"):
+        logging.getLogger(name).handlers = list(log.handlers)
     if not 0 <= shutdown_timeout <= 86_400:
         raise ConfigError(f"shutdown-timeout must be between 0 and 86400 seconds, not {shutdown_timeout:g}")
     if not 0 <= port <= 65535:
@@ -75,6 +79,7 @@ def serve(
         _say(f"note: {host} can be reached from other machines, and there is no --api-key")
 
     def load() -> LLM:
+        _say(f"loading {model}")
         from warpline.engine.llm import LLM
 
         llm = LLM(model, device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)

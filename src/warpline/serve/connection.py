@@ -73,14 +73,23 @@ class Connection(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if not self.transport.is_closing():
+        if self._answering:  # what came early may wait until there is an answer to what came before
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+        elif not self.transport.is_closing():
             if self._head_bytes:
                 self._refuse(ApiError(408, f"the head of the request did not come within {HEAD_SECONDS:g} s"))
             else:
                 self.transport.close()
 
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse(self, error: ApiError) -> None:
         self._no_deadline()
+        if self._answering:  # a second answer inside the first would be taken for a part of it
+            self.transport.abort()
+            return
         body = error.body()
         phrase = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
         head = (

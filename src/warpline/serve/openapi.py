@@ -104,7 +104,7 @@ _DESCRIPTION = (
 def _operation(path: str, summary: str, body: type | None, answer: dict[str, Any] | str) -> dict[str, Any]:
     content = {answer: {"schema": _TEXT}} if isinstance(answer, str) else {"application/json": {"schema": answer}}
     if body in (CompletionRequest, ChatRequest):
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {}
     found: dict[str, Any] = {
         "summary": summary,
         "responses": {"200": {"description": "The answer.", "content": content}},

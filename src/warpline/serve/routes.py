@@ -50,7 +50,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        status = 200
+        status, began = 200, time.perf_counter()
         try:
             handle = self._handlers.get(scope["method"])
             if handle is None:
@@ -66,6 +66,9 @@ class Endpoint:
             await self._state.respond(send, status, failure.body(), headers=failure.headers())
         finally:
             self._state.metrics.answered(self._path, status)
+            if logger.isEnabledFor(logging.INFO):
+                took = 1e3 * (time.perf_counter() - began)
+                logger.info("%s %s: %d in %.1f ms", scope["method"], self._path, status, took)
 
     def _refusal(self, scope: Scope) -> ApiError:
         path = scope["path"][:80]

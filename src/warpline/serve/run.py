@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             access_log=False,
             log_config=None,
-            log_level=log_level,
+            log_level="debug" if log_level == "debug" else "error",  # it warns of every request that is no HTTP
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=30,
@@ -82,6 +82,7 @@ def serve(
         settings = replace(settings, allowed_hosts=(*LOOPBACK, host.lower()))
     listening = bound(host, port)
     url = url_of(listening)
+    logger.info("%s is open: /health says when the model is loaded", url)
     errors: list[BaseException] = []
 
     def failed(error: BaseException) -> None:
@@ -110,7 +111,7 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]
         raise ConfigError(
             f"cannot listen on {host}:{port} ({reason.lower()}): choose another --host or --port"
         ) from error
