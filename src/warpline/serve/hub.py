@@ -13,8 +13,8 @@ from typing import Protocol
 
 #: Seconds for which tokens of a stream are gathered into one event.
 MERGE = 0.0015
-#: Seconds for which the engine's thread steps aside when it has called the loop for something urgent. Else the loop would
-#: be awake, but wait for the interpreter's lock until the next launch is out.
+#: Seconds for which the engine's thread steps aside when it has called the loop for something urgent. Else the loop
+#: would be awake, but wait for the interpreter's lock until the next launch is out.
 YIELD = 50e-6
 
 
