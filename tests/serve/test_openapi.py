@@ -58,10 +58,10 @@ def test_no_case_ends_in_a_mistake(quick: Live) -> None:
     schema.config.base_url = quick.url
     operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # type: ignore[union-attr]
     assert {operation.path for operation in operations} >= {"/v1/completions", "/v1/chat/completions", "/tokenize"}
+    tried = 0
     for operation in operations:
-        examples = max(3, CASES * (3 if operation.method == "post" else 1) // (2 * len(operations)))
-        tried = _try(operation, examples)
-        assert tried
+        tried += _try(operation, max(3, CASES // 4 if operation.method == "post" else CASES // 40))
+    assert tried > CASES * 0.9
 
 
 def _try(operation: Any, examples: int) -> int:
