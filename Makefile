@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu ladder-gpu tune-gpu profile-cpu profile-gpu \
-	check format readme clean
+.PHONY: help demo serve browser test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu bench-servers ladder-gpu tune-gpu profile-cpu profile-gpu \
+	check docker format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
+	@echo "make serve    serve the embedded model at http://127.0.0.1:8000: a page, and OpenAI's API"
 	@echo "make test     run the tests (no GPU needed)"
 	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
 	@echo "make test-hf-suite  run transformers' own model tests on plain and patched models, in .venvs/ (ten minutes)"
@@ -17,11 +18,13 @@ help:
 	@echo "make sanitize run the kernels' small shapes, and a small model, under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
 	@echo "make bench-gpu  every workload with every GPU method, into results/ (half an hour)"
+	@echo "make bench-servers  our server beside llama-cpp-python's and transformers', into results/ (half an hour the first time)"
 	@echo "make ladder-gpu every rung of every ladder, into results/ (a few minutes)"
 	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
 	@echo "make profile-cpu where the time of the CPU methods goes, sessions into results/ (two minutes)"
 	@echo "make profile-gpu where the time of the GPU methods goes, sessions into results/ (a few minutes)"
-	@echo "make check    ruff (lint and format) and strict mypy"
+	@echo "make check    ruff (lint and format), strict mypy, hadolint"
+	@echo "make docker   build an image that serves, with docker"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make readme   regenerate the tables in docs/ from results/"
 	@echo "make clean    remove $(VENV) and caches"
@@ -29,8 +32,16 @@ help:
 demo: $(VENV)/.core
 	@$(BIN)/warpline generate "Once upon a time, a little robot" --seed 3
 
+serve: $(VENV)/.serve
+	@$(BIN)/warpline serve
+
+# The page is tested in a browser. Where there is none, CI installs Debian's; elsewhere these tests say why they skip.
+browser:
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || test -z "$(CI)" || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+
 # A worker to a core (each takes half a gigabyte) with one thread of torch's; what measures time has the machine to itself.
-test: $(VENV)/.dev
+test: $(VENV)/.dev browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 300 -m "not alone" -n logical --maxprocesses 8 --dist worksteal
 	$(BIN)/python -m pytest --timeout 300 -m alone
 
@@ -107,6 +118,21 @@ bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline bench prefill decode batch throughput long coldstart memory --device cuda --save results \
 		--method $(STRONGEST_ON_GPU)
 
+# Other servers with OpenAI's API beside ours, on the same machine and with the same weights, in turns. llama-cpp-python is
+# built from source (ten minutes on two cores); its source distribution has the script that converts the weights.
+LLAMA = .venvs/servers/llama
+bench-servers: .venvs/servers/.ready
+	PYTHONPATH=src:. $(BIN)/python -m tools.servers .venvs/servers --save results
+
+.venvs/servers/.ready: | $(VENV)/.dev
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install "transformers[serving]" torch gguf sentencepiece
+	$(@D)/bin/python -m pip download --no-deps --no-binary llama-cpp-python -d $(@D) llama-cpp-python
+	$(@D)/bin/python -m pip install "$$(echo $(@D)/llama_cpp_python-*.tar.gz)[server]"
+	mkdir -p $(LLAMA) && tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(LLAMA) --strip-components 1
+	$(BIN)/warpline export random:gpt2 $(@D)/gpt2
+	touch $@
+
 # What each optimisation of a kernel buys, from naive to production.
 ladder-gpu:
 	PYTHONPATH=src $(PYTHON) -m warpline ladder all --save results
@@ -135,6 +161,11 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "hadolint is not here: Dockerfile unchecked"; fi
+
+# Needs docker, and the network.
+docker:
+	docker build -t warpline .
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -158,7 +189,12 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(PIP) install --progress-bar on -e .
 	@touch $@
 
+$(VENV)/.serve: pyproject.toml | $(BIN)/python
+	@echo "Installing warpline and its server into $(VENV) (once; torch is large)"
+	$(PIP) install --progress-bar on -e ".[serve]"
+	@touch $@ $(VENV)/.core
+
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "Installing warpline and its development tools into $(VENV) (once)"
 	$(PIP) install --progress-bar on -e ".[dev]"
-	@touch $@ $(VENV)/.core
+	@touch $@ $(VENV)/.core $(VENV)/.serve

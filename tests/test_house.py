@@ -23,10 +23,11 @@ ALLOWED = {
     "model": {"base", "model"},
     "kernels": {"base", "kernels"},
     "engine": {"base", "model", "kernels", "engine"},
-    "bench": {"base", "model", "kernels", "engine", "bench"},
+    "bench": {"base", "model", "kernels", "engine", "serve", "bench"},  # serve: servers are measured as well
     "tune": {"base", "kernels", "bench", "tune"},
     "profile": {"base", "model", "kernels", "engine", "bench", "profile"},
     "hf": {"base", "model", "kernels", "engine", "bench", "hf"},
+    "serve": {"base", "model", "engine", "serve"},
     "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "cluster", "cli"},
 }
 

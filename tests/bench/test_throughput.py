@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
 from warpline.bench import methods, plan, report, throughput
+from warpline.bench.lengths import LEAST
 from warpline.bench.methods import static_kv
 from warpline.bench.methods.base import Counts, Method
 from warpline.bench.methods.ours import Naive, OnLLM
 from warpline.bench.methods.static_kv import StaticKV, StaticKVCompiled
 from warpline.bench.oracle import Oracle
 from warpline.bench.protocol import Sample
-from warpline.bench.requests import LEAST, MOST, MULTIPLE, Asked, batches, lengths, requests
+from warpline.bench.requests import MOST, MULTIPLE, Asked, batches, lengths, requests
 from warpline.bench.run import Bench
 from warpline.bench.workloads import Case, Settings
 from warpline.config import ModelConfig

@@ -323,3 +323,22 @@ def test_a_call_is_made_once_for_any_lanes() -> None:
         assert executor._call(slots) is call
         assert call._words.ctypes.data == words
     assert slots.length[:4].tolist() == [10, 16, 6, 37]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_halted_launch_ends_behind_its_step(threads: int, logprobs: int | None) -> None:
+    """And what comes of the sequence does not depend on it."""
+    weights = load(SMALL)
+    executor = CpuExecutor(weights, CPU, "fp32", threads=threads)
+    asked = requests(weights, [4, 9], 20, replace(GREEDY, logprobs=logprobs))
+    slots = executor.allocate(2, 60)
+    lanes = slots.admit(asked)
+    executor.prefill(slots, spans(slots, lanes))
+    executor.halt(slots, True)
+    executor.decode(slots, lanes, 5)
+    found = news(slots, lanes)
+    assert [len(tokens) for tokens in found] == [2, 2]  # the prompt's, and one step's
+    executor.halt(slots, False)
+    executor.decode(slots, lanes, 18)
+    assert [a + b for a, b in zip(found, news(slots, lanes), strict=True)] == run(executor, asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from warpline.bench.lengths import drawn
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 
-#: Tokens that a prompt and an output have at least, and both together at most.
-LEAST, MOST = 4, 1024
-#: Spread of the lengths' logarithms: some are ten times as long as others, as in real use.
-SPREAD = 0.8
+#: Tokens that a prompt and an output have at most together.
+MOST = 1024
 #: Prompts of methods that want few shapes are of a length that is a multiple of this.
 MULTIPLE = 64
 
@@ -34,16 +32,7 @@ class Asked(NamedTuple):
 def lengths(case: Case, positions: int) -> tuple[tuple[int, int], ...]:
     """Prompt and output of each of the case's requests, about as long in the mean as it says; the same every time."""
     draw = random.Random(f"{case.batch} {case.prompt} {case.new}")
-    most = min(MOST, positions)
-
-    def length(mean: int) -> int:
-        return max(LEAST, round(draw.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)))
-
-    found = []
-    for _ in range(case.batch):
-        prompt = min(length(case.prompt), most - LEAST)
-        found.append((prompt, min(length(case.new), most - prompt)))
-    return tuple(found)
+    return tuple(drawn(draw, case.batch, case.prompt, case.new, min(MOST, positions)))
 
 
 def requests(case: Case, config: ModelConfig) -> list[Asked]:

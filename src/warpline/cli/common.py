@@ -1,19 +1,43 @@
-"""What several verbs need: lists on the command line, and tables."""
+"""What several verbs need: lists on the command line, tables, and verbs that have a verb of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from warpline.errors import one_of
+from typer.core import TyperGroup
+
+from warpline.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
     from warpline.kernels.spec import KernelSpec
 
 
+class DefaultGroup(TyperGroup):
+    """Commands of which one is meant where none is named: `warpline bench` beside `warpline bench serve`."""
+
+    DEFAULT = "run"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default's name before what is not another's."""
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [self.DEFAULT, *args])
+
+
 def listed(text: str | None) -> list[str]:
     """Parts separated by commas."""
     return [part.strip() for part in text.split(",") if part.strip()] if text else []
+
+
+def read_key(path: Path | None) -> str | None:
+    """An API key from its file."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def chosen(text: str | None, choices: Iterable[str], what: str) -> list[str]:

@@ -11,7 +11,24 @@ from typing import Annotated, NoReturn
 import typer
 
 from warpline import __version__
-from warpline.cli import bench, diff, doctor, evaluate, export, generate, hf, kernels, ladder, models, profile, tune
+from warpline.cli import (
+    bench,
+    bench_serve,
+    chat,
+    diff,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    hf,
+    kernels,
+    ladder,
+    models,
+    profile,
+    serve,
+    tune,
+)
+from warpline.cli.common import DefaultGroup
 from warpline.errors import WarplineError
 
 BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
@@ -25,9 +42,14 @@ app = typer.Typer(
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
 )
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("export")(export.export)
-app.command("bench")(bench.bench)
+benches = typer.Typer(cls=DefaultGroup)
+benches.command(DefaultGroup.DEFAULT, epilog="A server is measured by warpline bench serve.")(bench.bench)
+benches.command("serve")(bench_serve.serve)
+app.add_typer(benches, name="bench", help=bench.bench.__doc__)
 app.add_typer(kernels.app, name="kernels")
 app.command("ladder")(ladder.ladder)
 app.command("tune")(tune.tune)

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(slots=True)
+class Stats:
+    """What an engine has done so far."""
+
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    lane_steps: int = 0  # sequences of every step, added up
+    busy_seconds: float = 0.0  # from the launch of a turn until its tokens are known
+    idle_seconds: float = 0.0  # between turns, when the device has nothing to do
 
 
 class Clock:

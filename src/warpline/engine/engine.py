@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from warpline.engine.clock import Clock, OnStream, shared_stream
+from warpline.engine.clock import Clock, OnStream, Stats, shared_stream
 from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News, Report
 from warpline.engine.executors.base import Executor
 from warpline.engine.failure import told
@@ -27,18 +27,6 @@ from warpline.engine.slots import Slots
 from warpline.engine.text import Timings
 from warpline.errors import DeviceError, ModelError, WarplineError
 from warpline.model.weights import explained_memory
-
-
-@dataclass(slots=True)
-class Stats:
-    """What an engine has done so far."""
-
-    requests: int = 0
-    tokens: int = 0
-    steps: int = 0
-    lane_steps: int = 0  # sequences of every step, added up
-    busy_seconds: float = 0.0  # from the launch of a turn until its tokens are known
-    idle_seconds: float = 0.0  # between turns, when the device has nothing to do
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +88,8 @@ class Engine:
         with self._changed:
             self.scheduler.add(jobs)
             self.stats.requests += len(jobs)
+            if self.free:
+                self._halt()
 
     def run(self, done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
         """Until `done`, which is asked after every turn. `meanwhile` is called while the device works."""
@@ -131,7 +121,14 @@ class Engine:
                     self._flight, self._landed, self._idle_since = None, [], None
             finally:
                 self._lead.release()
+        else:
+            self._halt()
         self._tell()
+
+    def _halt(self) -> None:
+        """Something has changed that the launch under way does not know: it need not take all of its steps."""
+        if self._slots is not None:
+            self.executor.halt(self._slots, True)
 
     def close(self) -> None:
         """Finish what is under way and give the slots back."""
@@ -175,9 +172,15 @@ class Engine:
         there was nothing to do."""
         try:
             with self._on_stream():
+                worked = bool(self._landed)
+                if worked and not self._cuda:  # a launch computes at once: what is known must not wait for it
+                    self._publish()
+                    meanwhile()
+                    if done():
+                        return True
                 if self._flight is None:
                     self._flight = self._launch()
-                flight, worked = self._flight, self._flight is not None or bool(self._landed)
+                flight, worked = self._flight, worked or self._flight is not None
                 self._publish()
                 meanwhile()
                 if flight is None:
@@ -225,8 +228,9 @@ class Engine:
 
     def _launch(self) -> _Flight | None:
         """Enqueue the next turn, if there is anything to do."""
-        self._sweep()
         slots, executor = self._allocated(), self.executor
+        executor.halt(slots, False)  # before looking: what changes from now on is said again
+        self._sweep()
         with self._changed:
             turn = self.scheduler.plan(self._wasteful)
         if turn is None:

@@ -21,7 +21,7 @@ from warpline.engine.engine import Engine, Job
 from warpline.engine.handle import Handle, Worker
 from warpline.engine.prefix import share_prefixes
 from warpline.engine.request import Request
-from warpline.engine.text import Completion, Text, Texts, Timings, TokenLogprob
+from warpline.engine.text import Completion, Text, Texts, Timings, TokenLogprob, watched
 from warpline.errors import ConfigError, DeviceError, one_of
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
@@ -104,7 +104,7 @@ class LLM:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
         with explained_memory(f"running {model} as {dtype}"):
             self.executor = executors.create(executor, loaded, device, dtype)
-        self.config = loaded.config
+        self.config, self.folder = loaded.config, loaded.folder
         self.tokenizer = loaded.tokenizer()
         count = asked.max_batch or default_slots(self.config, dtype, str(device))
         self.engine = Engine(
@@ -134,12 +134,12 @@ class LLM:
         pairs = self._requests(many, _spread(params, len(many)))
         texts = Texts(self.tokenizer, len(pairs))
         jobs = [Job(pair[1], timings=timings, arrays=arrays) for pair, arrays in zip(pairs, texts.arrays, strict=True)]
-        watched = {i: self._watch(job) for i, job in enumerate(jobs) if job.request.params.stops}
+        stopping = {i: self._watch(job) for i, job in enumerate(jobs) if job.request.params.stops}
         if len(jobs) > 1:
             share_prefixes(jobs)
         self._run(jobs, texts.extend)
         found = texts.finish()
-        for i, text in watched.items():
+        for i, text in stopping.items():
             found[i] = text.finish()
         return [self._complete(job, given, text) for job, (given, _), text in zip(jobs, pairs, found, strict=True)]
 
@@ -151,12 +151,18 @@ class LLM:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
         """Begin to complete one prompt and return at once."""
         job, text, given = self._followed(prompt, params)
-        self._worker.require_open()
         handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text.finish()))
         job.notify = handle.told
-        self.engine.submit([job])
-        self._worker.wake()
+        self.start([job])
         return handle
+
+    def start(self, jobs: list[Job]) -> None:
+        """Begin sequences that the caller has made and reads itself, as a server does."""
+        self._worker.require_open()
+        if len(jobs) > 1:
+            share_prefixes(jobs)
+        self.engine.submit(jobs)
+        self._worker.wake()
 
     def score(self, texts: list[str]) -> Score:
         """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
@@ -205,15 +211,7 @@ class LLM:
 
     def _watch(self, job: Job) -> Text:
         """Have its text made as its tokens come."""
-        params = job.request.params
-        text = Text(self.tokenizer, params.stops, params.min_tokens)
-        eos = None if params.ignore_eos else self.config.eos_token_id
-
-        def receive(tokens: list[int]) -> int | None:
-            return text.extend(tokens[:-1] if tokens[-1] == eos else tokens)
-
-        job.receive, job.followed = receive, True
-        return text
+        return watched(job, self.tokenizer, self.config.eos_token_id)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from warpline.config import ModelConfig
 from warpline.model import cost
 from warpline.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from warpline.engine.engine import Job
 
 #: Texts from which on putting their bytes together at once is quicker than one by one.
 FEW_TEXTS = 4
@@ -181,6 +185,19 @@ class Text:
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
         return piece
+
+
+def watched(job: Job, tokenizer: Tokenizer, eos: int | None) -> Text:
+    """Have a job's text made as its tokens come, and ended at a stop text."""
+    params = job.request.params
+    text = Text(tokenizer, params.stops, params.min_tokens)
+    last = None if params.ignore_eos else eos
+
+    def receive(tokens: list[int]) -> int | None:
+        return text.extend(tokens[:-1] if tokens[-1] == last else tokens)
+
+    job.receive, job.followed = receive, True
+    return text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -374,7 +374,7 @@ def _download(model: str) -> Path:
         import huggingface_hub
     except ImportError:
         raise ModelError(f"downloading '{model}' needs the hub extra: pip install 'warpline[hub]'") from None
-    files = ["*.json", "*.safetensors"]
+    files = ["*.json", "*.jinja", "*.safetensors"]
     try:
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
         if not any(folder.glob("*.safetensors")):  # older repositories; not fetched where both are offered

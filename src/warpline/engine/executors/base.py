@@ -81,6 +81,9 @@ class Executor(ABC):
         if the host does not look."""
         return False
 
+    def halt(self, slots: Slots, wanted: bool) -> None:  # noqa: B027 - most launches cannot be reached
+        """Have decoding end behind the step that it is at, until that is not wanted any more. From any thread."""
+
     def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:  # noqa: B027 - most have nothing to compile
         """Begin to compile what decodes these lanes, while their prompts are run."""
 

@@ -259,6 +259,8 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
                 while piece >= 0:
                     if done[whole(at[Word.SEQUENCES.value], piece - base)] == 0:
                         append(at, piece - base, step)
+                    if piece == base and seen(at[Word.HALT.value]) != 0:  # asked by one thread, so that all agree
+                        array(at[Word.STOP.value], _WHOLE, 1)[0] = step + 1
                     finished(at, base + rows)
                     piece = taken(at, base + rows)
                 wait(at, base + rows)

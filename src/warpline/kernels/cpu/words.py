@@ -67,11 +67,12 @@ class Word(_Places):
     ASLEEP = auto()  # threads
     GOING = auto()  # rows that are not done
     STOP = auto()  # step that is not taken any more
+    HALT = auto()  # whether somebody wants the call to end behind the step that it is at
 
 
 #: Words of a slot's record, under the names that `Slots` has for them.
 RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.BROKEN)
-SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.STOP)
+SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.STOP, Word.HALT)
 
 
 class Begin(_Places):

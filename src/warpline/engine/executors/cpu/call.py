@@ -102,6 +102,15 @@ class Call:
         self._set_rows(lanes)
         return self._told(Begin.READY, self._stages + first, self._stages, 1, len(lanes), chooses)
 
+    @property
+    def halts(self) -> bool:
+        """Whether it is to end behind the step that it is at."""
+        return bool(self._shared[SHARED.index(Word.HALT), 0])
+
+    @halts.setter
+    def halts(self, wanted: bool) -> None:
+        self._shared[SHARED.index(Word.HALT), 0] = wanted
+
     def _set_rows(self, slots: Sequence[int]) -> None:
         slots = tuple(slots)
         if slots != self._slots:
@@ -115,7 +124,7 @@ class Call:
         words = self._words
         words[Word.BEGIN], words[Word.FIRST], words[Word.LAST] = begin, first, last
         words[Word.STEPS], words[Word.CHOOSES] = steps, chooses
-        self._shared[:] = 0
+        self._shared[: SHARED.index(Word.HALT)] = 0
         self._shared[SHARED.index(Word.GOING), 0] = going
         self._shared[SHARED.index(Word.STOP), 0] = steps if going else 0
         return int(words.ctypes.data)

@@ -131,9 +131,17 @@ class CpuExecutor(Executor):
         """In one call, unless the logarithms of probabilities are asked for or every step is watched."""
         chooses = slots.needs(lanes).logprobs is None
         at_once = n if chooses and self._mark is None else 1
+        call = self._call(slots)
         for _ in range(0, n, max(at_once, 1)):
             self._reached("decode")
             self._steps(slots, lanes, at_once, chooses=chooses)
+            if call.halts:
+                break
+
+    def halt(self, slots: Slots, wanted: bool) -> None:
+        """The team asks behind every step."""
+        if (call := self._calls.get(slots)) is not None:
+            call.halts = wanted
 
     def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
         """The team looks before every step."""

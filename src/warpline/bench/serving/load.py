@@ -1,0 +1,99 @@
+"""What is sent to a server, and when: prompts of seeded lengths, arrivals at a rate. Knows no torch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from warpline.bench.lengths import drawn
+from warpline.errors import ConfigError
+from warpline.model.tokenizer import Tokenizer
+
+#: Where each way to ask is served.
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+#: What a prompt's words are drawn from: tokens of GPT-2 that stay one token wherever they stand.
+WORD = re.compile(r" [a-z]{2,12}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One run: how many requests, how long, how fast they come."""
+
+    requests: int = 64
+    prompt: int = 128
+    new: int = 128
+    #: 0: all of one length. Else the spread of the lengths' logarithms, with `prompt` and `new` for their means.
+    spread: float = 0.0
+    #: Prompt and output together are at most so many tokens.
+    context: int = 1024
+    #: Requests per second; None sends each as soon as `concurrency` allows.
+    rate: float | None = None
+    #: 1 is a Poisson process; larger is more even, smaller comes in bursts.
+    burstiness: float = 1.0
+    concurrency: int | None = None
+    seed: int = 0
+    api: str = "completions"
+    #: Whether prompts are token ids instead of text, which needs a server with GPT-2's vocabulary.
+    ids: bool = False
+    #: Fields that are left out, or added to every request.
+    omit: tuple[str, ...] = ()
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.prompt + self.new > self.context:
+            together = f"{self.prompt} + {self.new} tokens"
+            raise ConfigError(f"{together} are more than the context of {self.context}: see --context")
+        if self.ids and self.api == "chat":
+            raise ConfigError("a chat's messages are text: leave --ids out")
+
+    def described(self) -> dict[str, Any]:
+        """As rows have it."""
+        return {
+            "api": self.api, "ids": self.ids, "input_len": self.prompt, "output_len": self.new, "spread": self.spread,
+            "seed": self.seed, "request_rate": self.rate, "burstiness": self.burstiness,
+            "max_concurrency": self.concurrency, "body": dict(self.body),
+        }  # fmt: skip
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Tokens of each prompt and of each output."""
+        if not self.spread:
+            return [(self.prompt, self.new)] * self.requests
+        draw = random.Random(f"lengths {self.seed}")
+        return list(drawn(draw, self.requests, self.prompt, self.new, self.context, self.spread))
+
+    def arrivals(self) -> list[float]:
+        """Seconds after the start at which each request is sent."""
+        if self.rate is None:
+            return [0.0] * self.requests
+        draw = random.Random(f"arrivals {self.seed}")
+        scale = 1 / (self.rate * self.burstiness)
+        gaps = (draw.gammavariate(self.burstiness, scale) for _ in range(self.requests - 1))
+        return list(itertools.accumulate(gaps, initial=0.0))
+
+    def bodies(self, model: str) -> Iterator[bytes]:
+        """The requests as JSON."""
+        draw = random.Random(f"prompts {self.seed}")
+        for i, (prompt, new) in enumerate(self.lengths()):
+            chosen = draw.choices(_words(), k=prompt)
+            ids, text = [token for token, _ in chosen], "".join(word for _, word in chosen)
+            asked: dict[str, Any] = {"model": model, "max_tokens": new, "temperature": 0, "seed": i, "stream": True}
+            asked |= {"stream_options": {"include_usage": True}, "ignore_eos": True}
+            if self.api == "chat":
+                asked["messages"] = [{"role": "user", "content": text}]
+            else:
+                asked["prompt"] = ids if self.ids else text
+            asked = {name: value for name, value in asked.items() if name not in self.omit} | dict(self.body)
+            yield json.dumps(asked, separators=(",", ":")).encode()
+
+
+@functools.cache
+def _words() -> list[tuple[int, str]]:
+    tokenizer = Tokenizer.gpt2()
+    decoded = ((i, tokenizer.decode([i])) for i in range(len(tokenizer)))
+    return [(i, text) for i, text in decoded if WORD.fullmatch(text)]

@@ -1,0 +1,73 @@
+"""A server in a process of its own, for as long as it is measured."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from warpline.errors import ConfigError
+
+#: Seconds that a server gets to finish.
+PATIENCE = 10.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one ends, however it ends."""
+    prctl_set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(prctl_set_parent_death_signal, signal.SIGTERM)
+
+
+class Server:
+    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another, with these arguments and a
+    port."""
+
+    def __init__(self, arguments: Sequence[str], python: str = sys.executable):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._arguments = [python, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+
+    def __enter__(self) -> Server:
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            self._arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for us; it gets its end from us
+            preexec_fn=_end_with_parent,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def require_alive(self) -> None:
+        """Raise with its last words if it has ended."""
+        if self._process.poll() is not None:
+            self._log.seek(0)
+            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            last = lines[-1].removeprefix("error: ") if lines else f"exit code {self._process.returncode}"
+            raise ConfigError(f"the server did not start: {last}")
+
+    def cpu_seconds(self) -> float:
+        """Time that all of its threads have spent on a CPU."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

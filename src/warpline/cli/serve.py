@@ -1,0 +1,115 @@
+"""`warpline serve`: the OpenAI API over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from warpline.config import EngineConfig, SamplingParams
+from warpline.errors import ConfigError, one_of
+from warpline.model.builtin import DEFAULT
+
+if TYPE_CHECKING:
+    from warpline.engine.llm import LLM
+    from warpline.serve.state import State
+
+_ENGINE = EngineConfig()
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
+    ] = DEFAULT,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network, so set a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Clients must send it; can be repeated. Others can see it in 'ps'.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Keys from a file, one in a line.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Sequences that run at once; what fits if not given.")] = None,
+    max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")] = 256,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request's body at most.")] = 4 << 20,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated; '*' is any.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A name by which the server may be called; can be repeated.")
+    ] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A Jinja file, plain or dialogpt.")] = None,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM.")] = 30.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
+    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
+    executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
+    threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Serve a model: OpenAI's API at /v1, a page at /, Prometheus' metrics at /metrics."""
+    log = logging.getLogger("warpline")
+    log.setLevel(min(log.level, getattr(logging, one_of(log_level, LEVELS, "log level").upper())))  # --debug says all
+    for name in ("uvicorn", "asyncio"):
+        logging.getLogger(name).handlers = list(log.handlers)
+    if not 0 <= shutdown_timeout <= 86_400:
+        raise ConfigError(f"shutdown-timeout must be between 0 and 86400 seconds, not {shutdown_timeout:g}")
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port must be between 0 and 65535, not {port}")
+    EngineConfig(device=device, dtype=dtype, max_batch=max_batch, threads=threads)
+    try:
+        from warpline.serve import run
+        from warpline.serve.state import Settings
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}: pip install 'warpline[serve]'") from None
+    keys = (*(api_key or ()), *_keys(api_key_file))
+    settings = Settings(
+        name=served_model_name,
+        api_keys=keys,
+        max_queue=max_queue,
+        max_body=max_body,
+        cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        chat_template=chat_template,
+    )
+    if not run.is_loopback(host) and not keys:
+        _say(f"note: {host} can be reached from other machines, and there is no --api-key")
+
+    def load() -> LLM:
+        _say(f"loading {model}")
+        from warpline.engine.llm import LLM
+
+        llm = LLM(model, device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+        llm.generate([0], SamplingParams(max_tokens=2))  # compiles what is not, and takes the memory
+        return llm
+
+    run.serve(
+        load, settings, host=host, port=port, shutdown_timeout=shutdown_timeout, log_level=log_level, ready=_ready
+    )
+
+
+def _ready(url: str, state: State) -> None:
+    backend = state.backend
+    _say(f"{state.name} ({backend.dtype}, {backend.device.name}, {backend.max_batch} at once) at {url}")
+    _say(f"OpenAI's API: base_url {url}/v1 · its description: {url}/docs · Ctrl-C ends")
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def _keys(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys in {file}: {error}") from error
+    if not found:
+        raise ConfigError(f"{file} has no API key: write one into it, or leave out --api-key-file")
+    return found

@@ -1,0 +1,63 @@
+"""One sequence of an answer, between the engine's thread and the event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from warpline.serve.hub import Hub
+from warpline.serve.pieces import Maker, Piece
+
+if TYPE_CHECKING:
+    from warpline.engine.engine import Job
+    from warpline.serve.generation import Generation
+
+
+class Choice:
+    """Follows a job. `told` runs in the engine's thread, everything else in the event loop."""
+
+    __slots__ = (
+        "answer", "begun", "changed", "closed", "eager", "finished", "first", "hub", "index", "job", "last", "maker",
+        "metrics", "ready", "sent", "streamed", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self, answer: Generation, hub: Hub, job: Job, index: int, maker: Maker | None, *, streamed: bool, eager: bool
+    ):
+        self.answer, self.hub, self.job, self.index, self.maker = answer, hub, job, index, maker
+        self.streamed, self.eager, self.metrics = streamed, eager, answer.state.metrics
+        self.waiting = self.changed = self.finished = self.closed = self.begun = False
+        self.ready = self.sent = 0  # tokens that may be read, and that were
+        self.first = self.last = 0.0  # when tokens came
+        job.notify = self.told
+
+    def told(self) -> None:
+        """A turn of the engine has brought tokens, or the end."""
+        job = self.job
+        if self.finished:
+            return
+        finished, now, ready = job.finished, time.perf_counter(), len(job.tokens)
+        if ready > self.ready and self.maker is not None:
+            self.metrics.wrote(ready - self.ready, now - self.last if self.first else 0.0)
+        if not self.first:
+            self.first = now
+        self.last, self.ready = now, ready
+        self.finished = finished
+        if finished or self.streamed:
+            self.hub.tell(self, urgent=finished or self.eager or not self.sent)
+
+    def arrived(self) -> None:
+        """The hub says that there is something new."""
+        self.answer.arrived(self)
+
+    def pieces(self) -> list[Piece]:
+        """Text that has not been sent."""
+        assert self.maker is not None
+        ended, ready, job = self.finished, self.ready, self.job
+        tokens = job.tokens[self.sent : ready]
+        self.sent = ready
+        if ended and tokens and job.finish_reason == "stop":
+            eos = self.answer.eos
+            if tokens[-1] == eos and not job.request.params.ignore_eos:
+                tokens.pop()
+        return self.maker.take(tokens, ended=ended) if tokens or ended else []

@@ -1,0 +1,81 @@
+"""Who may ask: the API key, the name by which the server is called, and the page that a browser's request is from."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from warpline.serve.errors import ApiError
+from warpline.serve.state import State
+
+#: Paths that need no key.
+OPEN = frozenset({"/health"})
+
+
+class Guard:
+    """Stands before the routes."""
+
+    def __init__(self, app: ASGIApp, state: State):
+        self._app, self._state, settings = app, state, state.settings
+        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._hosts = frozenset(host.lower() for host in settings.allowed_hosts)
+        self._origins = frozenset(origin.lower() for origin in settings.cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it through, or say why not."""
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                self._state.metrics.answered("other", error.status)
+                await self._state.respond(send, error.status, error.body(), headers=error.headers())
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if self._hosts and _hostname(host) not in self._hosts:
+            raise ApiError(421, "this server is not called that: start it with --allowed-host to say so", close=True)
+        origin = headers.get(b"origin")
+        if origin is not None and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            self._check_origin(origin.decode("latin-1").lower(), host)
+        if self._keys and scope["path"] not in OPEN:
+            self._check_key(headers.get(b"authorization", b""))
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        """A browser says from which page a request is; other pages than our own need --cors-origin."""
+        if urlsplit(origin).netloc != host and origin not in self._origins and "*" not in self._origins:
+            raise ApiError(403, "requests from other pages are not allowed: start the server with --cors-origin")
+
+    def _check_key(self, said: bytes) -> None:
+        kind, _, value = said.partition(b" ")
+        value = value.strip()
+        if kind.lower() == b"basic":  # what a browser asks its user for: any name, and the key as password
+            try:
+                value = base64.b64decode(value, validate=True).partition(b":")[2]
+            except binascii.Error:
+                value = b""
+        elif kind.lower() != b"bearer":
+            value = b""
+        digest = _digest(value)
+        same = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them, whichever fits
+        if not any(same):
+            raise ApiError(
+                401, "the API key is missing or wrong: send it as 'Authorization: Bearer …'", code="invalid_api_key"
+            )
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, whatever the key's."""
+    return hashlib.sha256(key).digest()
+
+
+def _hostname(host: str) -> str:
+    """Without the port."""
+    return host[: host.rindex(":")] if ":" in host and not host.endswith("]") else host

@@ -1,0 +1,82 @@
+"""From the engine's thread to the event loop: no call between threads per token, and none while one is on its way.
+
+The first chunk of a sequence and its end are handed over at once. What comes in between waits until `MERGE` seconds
+have passed since the last was handed over, so that a stream's tokens are merged by time however fast they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Protocol
+
+#: Seconds for which tokens of a stream are gathered into one event.
+MERGE = 0.0015
+#: Seconds for which the engine's thread steps aside when it has called the loop for something urgent. Else the loop
+#: would be awake, but wait for the interpreter's lock until the next launch is out.
+YIELD = 50e-6
+
+
+class Listener(Protocol):
+    """Whatever has news from the engine: `waiting` is the hub's own note that it knows."""
+
+    waiting: bool
+
+    def arrived(self) -> None:
+        """There is something new; called in the event loop."""
+
+
+class Hub:
+    """One for an event loop. `tell` is called by any thread, everything else by the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, merge: float = MERGE):
+        self._loop, self._merge = loop, merge
+        self._urgent: deque[Listener] = deque()
+        self._later: deque[Listener] = deque()
+        self._called = False  # a call into the loop is on its way
+        self._resting = False  # something was handed over a moment ago, and a timer will look again
+
+    def tell(self, listener: Listener, *, urgent: bool) -> None:
+        """It has news."""
+        if urgent:
+            self._urgent.append(listener)
+        elif listener.waiting:
+            return
+        else:
+            listener.waiting = True
+            self._later.append(listener)
+            if self._resting:
+                return
+        if not self._called:
+            self._called = True
+            try:
+                self._loop.call_soon_threadsafe(self._hand_over)
+            except RuntimeError:  # the loop is closed: nothing listens any more
+                return
+            if urgent:
+                time.sleep(YIELD)
+
+    def _hand_over(self) -> None:
+        self._called = False
+        _empty(self._urgent)
+        if self._later and not self._resting:
+            self._resting = True
+            _empty(self._later)
+            self._loop.call_later(self._merge, self._look)
+
+    def _look(self) -> None:
+        if not self._later:
+            self._resting = False
+            if not self._later:  # asked again, because a thread may have seen the rest and left it to us
+                return
+            self._resting = True
+        _empty(self._later)
+        self._loop.call_later(self._merge, self._look)
+
+
+def _empty(news: deque[Listener]) -> None:
+    while news:
+        listener = news.popleft()
+        listener.waiting = False  # before it looks: what comes from now on is told again
+        listener.arrived()
