@@ -16,7 +16,8 @@ import numpy as np
 
 from warpline import hardware
 from warpline.config import ModelConfig
-from warpline.engine.engine import Job, Stats
+from warpline.engine.clock import Stats
+from warpline.engine.engine import Job
 from warpline.errors import WarplineError
 from warpline.model.tokenizer import Tokenizer
 from warpline.serve.app import create_app

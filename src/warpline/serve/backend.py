@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from warpline.config import ModelConfig
 
 if TYPE_CHECKING:
-    from warpline.engine.engine import Job, Stats
+    from warpline.engine.clock import Stats
+    from warpline.engine.engine import Job
     from warpline.hardware import Device
     from warpline.model.tokenizer import Tokenizer
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from warpline.config import ModelConfig
-from warpline.engine.engine import Job, Stats
+from warpline.engine.clock import Stats
+from warpline.engine.engine import Job
 from warpline.errors import ConfigError
 from warpline.hardware import describe
 from warpline.model import weights
