@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -212,3 +214,15 @@ def test_timings_do_not_change_any_more() -> None:
         time.sleep(0.05)  # a reader who takes its time
     assert stream.completion is not None
     assert stream.completion.timings.seconds < 0.2 < 0.05 * len(stream.completion.text)
+
+
+def test_python_may_end_while_the_engine_is_at_work() -> None:
+    """A thread inside of torch would bring it down."""
+    code = """
+from warpline import LLM, SamplingParams
+llm = LLM("random:n_layer=4,n_head=4,n_embd=256,n_positions=512", device="cpu", executor="torch")
+handles = [llm.submit([1] * 300, SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(4)]
+next(iter(handles[0]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -125,6 +125,12 @@ class Engine:
             self._halt()
         self._tell()
 
+    def cancel_all(self) -> None:
+        """Nothing is wanted any more."""
+        with self._changed:
+            known = [*self.scheduler.waiting, *self.scheduler.running]
+        self.cancel([sequence for sequence in known if isinstance(sequence, Job)])
+
     def _halt(self) -> None:
         """Something has changed that the launch under way does not know: it need not take all of its steps."""
         if self._slots is not None:
@@ -368,9 +374,8 @@ class Engine:
 
     def _abandon(self, error: BaseException) -> None:
         """What was under way is lost, and says so; what waits is not, unless there is nothing to wait for."""
-        self._flight, self._idle_since = None, None
-        landed, self._landed = self._landed, []
-        lost = [job for job, *_ in landed] + [s for s in self.scheduler.running if isinstance(s, Job)]
+        lost = [job for job, *_ in self._landed] + [s for s in self.scheduler.running if isinstance(s, Job)]
+        self._flight, self._idle_since, self._landed = None, None, []
         if self._slots is None:
             lost += [s for s in self.scheduler.waiting if isinstance(s, Job)]
         interrupted = DeviceError(f"the engine was interrupted: {str(error) or type(error).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -134,6 +135,7 @@ class Worker:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="warpline-engine", daemon=True)
                 self._thread.start()
+                atexit.register(self._leave)  # a thread that is inside of torch when Python ends brings it down
 
     def close(self) -> None:
         """Let the thread end when what it is doing is done."""
@@ -142,6 +144,10 @@ class Worker:
             self._work.set()
         if thread is not None:
             thread.join()
+
+    def _leave(self) -> None:
+        self._engine.cancel_all()
+        self.close()
 
     def _serve(self) -> None:
         while True:
@@ -154,4 +160,5 @@ class Worker:
             with self._lock:
                 if self._closed or not self._work.is_set():
                     self._thread = None
+                    atexit.unregister(self._leave)
                     return
