@@ -12,23 +12,24 @@ from warpline.kernels import launch
 from warpline.kernels.arguments import Scalar
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.catalog.rows import LAYERNORM
+from warpline.kernels.driver import check, driver
 from warpline.kernels.spec import Launch, Variant
 
 
 @pytest.mark.parametrize("status", ["UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE"])
 def test_old_driver_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
     """A driver of CUDA 12.4 that is handed what a newer compiler made."""
-    driver = launch._driver()
-    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, 12040))
+    cuda = driver()
+    monkeypatch.setattr(cuda, "cuDriverGetVersion", lambda: (cuda.CUresult.CUDA_SUCCESS, 12040))
     with pytest.raises(KernelError, match=r"loading x: \w+: the driver supports CUDA 12\.4 and the compiler"):
-        launch._check(driver, getattr(driver.CUresult, f"CUDA_ERROR_{status}"), "loading x")
+        check(getattr(cuda.CUresult, f"CUDA_ERROR_{status}"), "loading x")
 
 
 def test_other_failures_are_named() -> None:
-    driver = launch._driver()
-    launch._check(driver, driver.CUresult.CUDA_SUCCESS, "nothing")
+    cuda = driver()
+    check(cuda.CUresult.CUDA_SUCCESS, "nothing")
     with pytest.raises(KernelError, match=r"launching x: CUDA_ERROR_LAUNCH_FAILED$"):
-        launch._check(driver, driver.CUresult.CUDA_ERROR_LAUNCH_FAILED, "launching x")
+        check(cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED, "launching x")
 
 
 def test_tensors_on_the_cpu_are_refused() -> None:

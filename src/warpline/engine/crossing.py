@@ -18,7 +18,7 @@ from torch import Tensor
 
 from warpline.config import SamplingParams
 from warpline.engine.request import Request
-from warpline.kernels import launch
+from warpline.kernels.driver import upload
 from warpline.kernels.noise import noise_keys
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Table(Staging):
     def send(self) -> None:
         """Enqueue the copy."""
         if self._cuda:
-            launch.upload(self._target, self._here)
+            upload(self._target, self._here)
         else:
             self._target.copy_(self._here)
 

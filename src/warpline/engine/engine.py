@@ -118,7 +118,8 @@ class Engine:
                 with self._on_stream():
                     self._sweep()  # what is under way may write to such a slot; the next admission comes behind it
                 if not (self.scheduler.waiting or self.scheduler.running):
-                    self._flight, self._landed, self._idle_since = None, [], None
+                    self._publish()  # others that had ended
+                    self._flight, self._idle_since = None, None
             finally:
                 self._lead.release()
         else:
@@ -174,8 +175,7 @@ class Engine:
     # --- by the thread that leads -------------------------------------------------------------------------------------
 
     def step(self, done: Callable[[], bool] = lambda: False, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """One turn: launch the next, make text of the last, wait, unless all is `done` that the caller wants. False if
-        there was nothing to do."""
+        """One turn: launch it, make text of the last, wait unless all is `done`. False if there was nothing to do."""
         try:
             with self._on_stream():
                 worked = bool(self._landed)

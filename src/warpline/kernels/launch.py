@@ -14,7 +14,8 @@ from torch import Tensor
 from warpline.errors import ConfigError, DeviceError, KernelError
 from warpline.kernels import choices, tensor_map
 from warpline.kernels.arguments import Buffer, Dims
-from warpline.kernels.compile import Program, compile_one, nvrtc_version
+from warpline.kernels.compile import Program, compile_one
+from warpline.kernels.driver import check, current_stream, driver
 from warpline.kernels.spec import KernelSpec, Launch, Tunables, Variant
 
 #: Element types in torch.
@@ -34,52 +35,52 @@ class Module:
 
     def __init__(self, program: Program, device: int, arch: str, shared_bytes: int):
         self.label, self.device = program.label, device
-        driver = _driver()
+        cuda = driver()
         binary = compile_one(program, arch)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes sure that torch has set up its context
-            status, self._module = driver.cuModuleLoadData(binary.code)
-            _check(driver, status, f"loading {program.label} for {arch}")
-            status, self._function = driver.cuModuleGetFunction(self._module, program.entry.encode())
-            _check(driver, status, f"finding {program.entry}")
+            status, self._module = cuda.cuModuleLoadData(binary.code)
+            check(status, f"loading {program.label} for {arch}")
+            status, self._function = cuda.cuModuleGetFunction(self._module, program.entry.encode())
+            check(status, f"finding {program.entry}")
             if shared_bytes:  # beyond 48 KiB, static and dynamic together, a block only gets what was asked for
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                (status,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
-                _check(driver, status, f"giving {program.label} {shared_bytes:,} bytes of shared memory")
+                attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (status,) = cuda.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+                check(status, f"giving {program.label} {shared_bytes:,} bytes of shared memory")
 
     def read_int(self, name: str) -> int:
         """A number that the program carries."""
-        driver = _driver()
-        status, address, _ = driver.cuModuleGetGlobal(self._module, name.encode())
-        _check(driver, status, f"finding {name}")
+        cuda = driver()
+        status, address, _ = cuda.cuModuleGetGlobal(self._module, name.encode())
+        check(status, f"finding {name}")
         value = ctypes.c_int()
-        (status,) = driver.cuMemcpyDtoH(ctypes.addressof(value), address, 4)
-        _check(driver, status, f"reading {name}")
+        (status,) = cuda.cuMemcpyDtoH(ctypes.addressof(value), address, 4)
+        check(status, f"reading {name}")
         return value.value
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Enqueue a copy of `tensor` into memory that the program carries."""
-        driver = _driver()
-        status, address, room = driver.cuModuleGetGlobal(self._module, name.encode())
-        _check(driver, status, f"finding {name}")
+        cuda = driver()
+        status, address, room = cuda.cuModuleGetGlobal(self._module, name.encode())
+        check(status, f"finding {name}")
         if tensor.nbytes != room:
             raise KernelError(f"{self.label}: {name} has {tensor.nbytes:,} bytes, the program holds {room:,}")
         with torch.cuda.device(self.device):
-            (status,) = driver.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, current_stream(self.device))
-        _check(driver, status, f"writing {name}")
+            (status,) = cuda.cuMemcpyDtoDAsync(address, tensor.data_ptr(), tensor.nbytes, current_stream(self.device))
+        check(status, f"writing {name}")
 
     def require_cooperation(self, shape: Launch) -> None:
         """Whether so many blocks can wait for one another; if not, say why."""
-        driver = _driver()
-        kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
-        status, able = driver.cuDeviceGetAttribute(kind, self.device)
-        _check(driver, status, "asking for cooperative launches")
+        cuda = driver()
+        kind = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
+        status, able = cuda.cuDeviceGetAttribute(kind, self.device)
+        check(status, "asking for cooperative launches")
         if not able:
             raise DeviceError(f"this GPU cannot launch cooperatively, which {self.label} needs: use --executor graph")
-        status, resident = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        status, resident = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
             self._function, shape.block, shape.shared_bytes
         )
-        _check(driver, status, f"asking how many blocks of {self.label} fit")
+        check(status, f"asking how many blocks of {self.label} fit")
         room = resident * torch.cuda.get_device_properties(self.device).multi_processor_count
         if room < shape.grid:
             raise DeviceError(
@@ -91,31 +92,16 @@ class Module:
     ) -> None:
         """Enqueue one launch on torch's current stream; `pointers` lead to the arguments. A cooperative launch's blocks
         run all at once; an overlapping launch may begin before the one ahead of it has ended."""
-        driver, stream = _driver(), current_stream(self.device)
+        cuda, stream = driver(), current_stream(self.device)
         sizes = (shape.grid, 1, 1, shape.block // shape.teams, shape.teams, 1, shape.shared_bytes, stream)
         at = ctypes.addressof(pointers)
         if overlapping:
-            (status,) = driver.cuLaunchKernelEx(_overlapping(driver, sizes), self._function, at, 0)
+            (status,) = cuda.cuLaunchKernelEx(_overlapping(cuda, sizes), self._function, at, 0)
         elif cooperative:
-            (status,) = driver.cuLaunchCooperativeKernel(self._function, *sizes, at)
+            (status,) = cuda.cuLaunchCooperativeKernel(self._function, *sizes, at)
         else:
-            (status,) = driver.cuLaunchKernel(self._function, *sizes, at, 0)
-        _check(driver, status, f"launching {self.label}")
-
-
-def upload(target: Tensor, source: Tensor) -> None:
-    """Enqueue a copy from pinned memory to a GPU on torch's current stream; both are contiguous and of one size. It
-    takes the host half as long as `copy_`, and may be captured."""
-    driver = _driver()
-    stream = current_stream(target.device.index)
-    (status,) = driver.cuMemcpyHtoDAsync(target.data_ptr(), source.data_ptr(), source.nbytes, stream)
-    _check(driver, status, "copying to the GPU")
-
-
-def current_stream(device: int) -> int:
-    """The handle of torch's current stream; asking for the stream itself takes ten times as long."""
-    handle: int = torch._C._cuda_getCurrentRawStream(device)
-    return handle
+            (status,) = cuda.cuLaunchKernel(self._function, *sizes, at, 0)
+        check(status, f"launching {self.label}")
 
 
 class Arguments:
@@ -368,37 +354,13 @@ def _is_vectorised(tensor: Tensor) -> bool:
     return (tensor.stride(-1) == 1 or columns == 1) and all(start % width == 0 for start in starts)
 
 
-def _overlapping(driver: Any, sizes: Sequence[int]) -> Any:
+def _overlapping(cuda: Any, sizes: Sequence[int]) -> Any:
     """How such a launch is described."""
-    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config, attribute = cuda.CUlaunchConfig(), cuda.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:6]
     config.sharedMemBytes, config.hStream = sizes[6:]
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.attrs, config.numAttrs = [attribute], 1
     return config
-
-
-@functools.cache
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _check(driver: Any, status: Any, doing: str) -> None:
-    result = driver.CUresult
-    if status == result.CUDA_SUCCESS:
-        return
-    remedy = ""
-    if status in (
-        result.CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
-        result.CUDA_ERROR_NO_BINARY_FOR_GPU,
-        result.CUDA_ERROR_INVALID_IMAGE,
-    ):
-        _, version = driver.cuDriverGetVersion()
-        supported = f"{version // 1000}.{version % 1000 // 10}"
-        remedy = f": the driver supports CUDA {supported} and the compiler is {nvrtc_version()}: update the driver"
-        remedy += f", or install the nvidia-cuda-nvrtc of CUDA {supported}"
-    raise KernelError(f"CUDA failed while {doing}: {status.name}{remedy}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from warpline import hardware
 from warpline.bench.rows import provenance
 from warpline.bench.serving.answers import read
 from warpline.bench.serving.client import Connection, Raw, Target, connect, once
@@ -106,7 +107,7 @@ def measured(
             cpu = server.cpu_seconds() - spent
             row["server_us_per_token"] = round(1e6 * cpu / max(1, row["total_output_tokens"]), 3)
         rows.append(row)
-    made = provenance()
+    made = provenance() | {"device": hardware.describe("cpu").name}  # of this machine, where the client runs
     return [made | row for row in rows]
 
 
