@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -331,7 +332,21 @@ def test_a_limit_of_many_prompts_is_said_once(llm: LLM, caplog: pytest.LogCaptur
     ]
 
 
-@pytest.mark.parametrize("prompt", ["", [], [-1], [50257], [1.5], [["a"]], [[[1, 2]]], [2**70], [None], "\ud800"])
+IDS = [5, 6, 7]
+MANY = [np.array(IDS), torch.tensor(IDS), np.array([IDS], np.uint8), torch.tensor([IDS, IDS]), (5, 6, 7)]
+
+
+@pytest.mark.parametrize("prompts", [*MANY, [torch.tensor(IDS), IDS, np.array(IDS, np.int32)]], ids=repr)
+def test_ids_in_arrays(llm: LLM, prompts: Any) -> None:
+    (expected,) = llm.generate(IDS, GREEDY)
+    found = llm.generate(prompts, GREEDY)
+    assert {(one.token_ids, one.prompt_token_ids) for one in found} == {(expected.token_ids, (5, 6, 7))}
+
+
+BAD = [np.array([1.5]), [torch.tensor([[1]])], torch.zeros(0, dtype=torch.long), [torch.tensor(3)], np.array(["a"])]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [50257], [1.5], [["a"]], [[[1, 2]]], [2**70], [None], "\ud800", *BAD])
 def test_impossible_prompts(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ConfigError):
         llm.generate(prompt, GREEDY)

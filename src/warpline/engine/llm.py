@@ -268,7 +268,7 @@ class LLM:
     def _checked(self, prompt: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
         context, vocab = self.config.n_positions, self.config.vocab_size
         try:
-            ids = np.array(prompt)
+            ids = np.array(prompt.numpy() if isinstance(prompt, torch.Tensor) else prompt)
         except (TypeError, ValueError):  # of a GPU, or of rows that differ
             ids = np.empty((1, 1))
         if not ids.size:
@@ -356,8 +356,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _as_array(prompt: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
     """Of whole numbers alone; of a list in half the time that numpy needs."""
-    if isinstance(prompt, np.ndarray | torch.Tensor):
-        return np.asarray(prompt)
+    if isinstance(prompt, torch.Tensor):
+        return prompt.numpy()
+    if isinstance(prompt, np.ndarray):
+        return prompt
     return np.frombuffer(array("q", prompt), np.int64)
 
 
