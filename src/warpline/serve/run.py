@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: Names of this machine that only its own programs can use.
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+#: Seconds after which a thread that computes in Python lets another one run. The event loop has little to do, often:
+#: it would wait 5 ms for the engine's thread each time that it has called something outside of Python.
+SWITCH_SECONDS = 1e-4
 
 
 class Server(uvicorn.Server):
@@ -95,6 +99,7 @@ def serve(
 
     app = create_app(load, settings, attached=attached, failed=failed)
     server = Server(app, shutdown_timeout=shutdown_timeout, log_level=log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
     server.run_on(listening)
     if errors:
         raise errors[0]
