@@ -10,7 +10,7 @@ import typer
 
 from warpline.bench.methods.names import INT8, METHODS
 from warpline.bench.workloads import WORKLOADS, Case, Settings, cases
-from warpline.cli.common import chosen, listed, print_table
+from warpline.cli.common import Device, chosen, listed, print_table
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, one_of
 
@@ -43,7 +43,7 @@ def bench(
     prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
     new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
     window: Annotated[str | None, typer.Option(help=f"Sliding windows. {_HELP}")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _USUAL.device,
+    device: Device = _USUAL.device,
     repetitions: Annotated[
         int, typer.Option(min=1, help="Rounds in which the methods take turns.")
     ] = _USUAL.repetitions,

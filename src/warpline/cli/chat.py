@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warpline.cli.common import Device, Dtype, RepetitionPenalty, Seed, Temperature, TopK, TopP, read_key
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError, WarplineError
 from warpline.hardware import wake_gpu
@@ -44,20 +45,18 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 160,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _SAMPLING.temperature,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens holding this mass.")] = _SAMPLING.top_p,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens already in the text less likely.")
-    ] = _SAMPLING.repetition_penalty,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    temperature: Temperature = _SAMPLING.temperature,
+    top_k: TopK = _SAMPLING.top_k,
+    top_p: TopP = _SAMPLING.top_p,
+    repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer at this text; can be repeated.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the server's API key.")] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="A Jinja file, plain or dialogpt; of a local model.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
+    device: Device = _ENGINE.device,
+    dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
 ) -> None:
@@ -83,7 +82,6 @@ def chat(
 
 
 def _remote(url: str, model: str | None, key_file: Path | None) -> Partner:
-    from warpline.cli.common import read_key
     from warpline.serve.talk import Remote
 
     return Remote(url, model=model, key=read_key(key_file))

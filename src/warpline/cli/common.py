@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer.core import TyperGroup
 
 from warpline.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
     from warpline.kernels.spec import KernelSpec
+
+
+#: Options that several verbs have.
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens holding this mass.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens already in the text less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")]
 
 
 class DefaultGroup(TyperGroup):

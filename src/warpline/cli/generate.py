@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from warpline.cli.common import Device, Dtype, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError
 from warpline.hardware import wake_gpu
@@ -33,18 +34,16 @@ def generate(
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
     ] = DEFAULT,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = _SAMPLING.max_tokens,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _SAMPLING.temperature,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = _SAMPLING.top_k,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens holding this mass.")] = _SAMPLING.top_p,
+    temperature: Temperature = _SAMPLING.temperature,
+    top_k: TopK = _SAMPLING.top_k,
+    top_p: TopP = _SAMPLING.top_p,
     min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the likeliest.")] = _SAMPLING.min_p,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 makes tokens already in the text less likely.")
-    ] = _SAMPLING.repetition_penalty,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; can be repeated.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of completions.")] = _SAMPLING.n,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
+    device: Device = _ENGINE.device,
+    dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[
         str, typer.Option(help="auto, torch, on a CPU cpu, on a GPU persistent, graph or kernels.")
     ] = _ENGINE.executor,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warpline.bench.methods.names import METHODS
-from warpline.cli.common import chosen, listed
+from warpline.cli.common import Device, chosen, listed
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, WarplineError, one_of
 from warpline.profile.session import PHASES, Session, read, save, write
@@ -39,7 +39,7 @@ def profile(
     dtype: Annotated[
         str | None, typer.Option(help="fp16 on a GPU, fp32 on a CPU; several, separated by commas, each in turn.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Device = "auto",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 8,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warpline.cli.common import Device, Dtype
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
@@ -44,8 +45,8 @@ def serve(
     ] = None,
     chat_template: Annotated[str | None, typer.Option(help="A Jinja file, plain or dialogpt.")] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM.")] = 30.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = _ENGINE.device,
-    dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")] = _ENGINE.dtype,
+    device: Device = _ENGINE.device,
+    dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",

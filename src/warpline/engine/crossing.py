@@ -37,15 +37,15 @@ class Admission:
             return torch.zeros(shape, dtype=kind, pin_memory=pinned)
 
         #: In the order in which the op `admit` takes them.
-        self.tensors = {
-            "lanes": room(torch.int64, rows).fill_(-1),  # -1 where there is no sequence
-            "whole": room(torch.int64, rows, 6),  # length, known, limit, min_length, top_k, begin of its tokens
-            "numbers": room(torch.float32, rows, 4),  # temperature, top_p, min_p, penalty
-            "flags": room(torch.bool, rows),  # stops_at_eos
-            "stream": room(torch.int64, rows),  # key of its randomness
-            "given": room(torch.int32, rows * capacity),  # tokens: prompts and forced ones, one behind the other
-        }
-        arrays = (tensor.numpy() for tensor in self.tensors.values())
+        self.tensors = (
+            room(torch.int64, rows).fill_(-1),  # lanes, -1 where there is no sequence
+            room(torch.int64, rows, 6),  # whole: length, known, limit, min_length, top_k, begin of its tokens
+            room(torch.float32, rows, 4),  # numbers: temperature, top_p, min_p, penalty
+            room(torch.bool, rows),  # flags: stops_at_eos
+            room(torch.int64, rows),  # stream: key of its randomness
+            room(torch.int32, rows * capacity),  # given: prompts and forced tokens, one behind the other
+        )
+        arrays = (tensor.numpy() for tensor in self.tensors)
         self.lanes, self.whole, self.numbers, self.flags, self.stream, self.given = arrays
         self.count = 0
 
@@ -182,8 +182,6 @@ class Crossing(ABC):
         self._admission = Admission(self._rows, slots.capacity, pinned=self._pinned)
         self._lanes = torch.full((-(-self._rows // 64) * 64,), slots.parking, device=slots.device)
         self._tables = [Table(self._lanes, self.progress) for _ in range(2)]  # a turn may select twice
-        for table in self._tables:
-            table.array[:] = slots.parking
         self._selected: tuple[int, ...] = ()
         self._parts: dict[int, Tensor] = {}
 
@@ -298,7 +296,7 @@ class KernelCrossing(Crossing):
         super().__init__(slots)
         self._staging = Staging(self.progress, slots.device)
         self._landings = [_Landing(self._rows, slots.capacity, pinned=self._pinned) for _ in range(2)]
-        self._launches: dict[str, Callable[[], object]] = {}
+        self._launch: Callable[[], object] | None = None
 
     def stage(self, requests: Sequence[Request]) -> None:
         """In pinned memory, when the kernel of the last time has read it."""
@@ -306,10 +304,10 @@ class KernelCrossing(Crossing):
         super().stage(requests)
 
     def _admit(self, slots: Sequence[int], admission: Admission) -> None:
-        if (admit := self._launches.get("admit")) is None:
+        if self._launch is None:
             updated = [*self._whole[:-1], *self._numbers, *self._flags, self._reported, self._tokens, self._noise]
-            admit = self._launches["admit"] = _bound("admit", [*admission.tensors.values(), *updated])
-        admit()
+            self._launch = _bound("admit", [*admission.tensors, *updated])
+        self._launch()
         self._staging.used()
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:

@@ -106,7 +106,7 @@ class Stopped:
     def take(self, tokens: list[int], *, ended: bool) -> list[Piece]:
         """One piece at most; what may become a stop text is kept back."""
         first, self._count = self._count, self._count + len(tokens)
-        if ended and not self._text.cut:
+        if ended:
             self._text.finish()
         return [Piece(quoted(self._text.release(ended=ended)), first, self._count)]
 
@@ -151,7 +151,7 @@ class Itemised:
                 self._made += self._decoder.flush()
             self._visible = len(self._made)
             return self._made
-        if ended and not self._text.cut:
+        if ended:
             self._text.finish()
         self._visible += len(self._text.release(ended=ended))
         return self._text.text

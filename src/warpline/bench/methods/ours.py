@@ -41,7 +41,21 @@ def _greedy(new: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
 
 
-class OnLLM(Method):
+class FromHost(Method):
+    """Begins and ends on the host by itself."""
+
+    def given(self, prompts: Tensor) -> list[np.ndarray]:
+        """Ids on the host."""
+        return list(prompts.cpu().numpy())
+
+    ids = given
+
+    def answer(self, ids: Any, new: int) -> Any:
+        """What it generates is there."""
+        return self.generate(ids, new)
+
+
+class OnLLM(FromHost):
     """From lists of ids to texts, through everything that lies between."""
 
     title = "warpline (LLM.generate)"
@@ -61,19 +75,9 @@ class OnLLM(Method):
         config, dtype = read_config(case.model), cls.stored or case.dtype
         executors.begin(executors.choose("auto", device, config, dtype), config, device, dtype)
 
-    def given(self, prompts: Tensor) -> list[np.ndarray]:
-        """Ids on the host."""
-        return list(prompts.cpu().numpy())
-
-    ids = given
-
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> list[Completion]:
         """What a user holds: completions, with their texts."""
         return self._llm.generate(list(prompts), _greedy(new))
-
-    def answer(self, ids: Sequence[np.ndarray], new: int) -> list[Completion]:
-        """It begins and ends on the host."""
-        return self.generate(ids, new)
 
     def tokens(self, answer: list[Completion]) -> Tensor:
         """Their ids are what is judged."""
@@ -155,7 +159,7 @@ class NaiveCompiled(Naive):
         self.model = torch.compile(self.model, dynamic=True)
 
 
-class OnExecutor(Method):
+class OnExecutor(FromHost):
     """One of our executors, from ids on the host to ids on the host: without queue, tokenizer and stop texts."""
 
     executor: str
@@ -173,16 +177,6 @@ class OnExecutor(Method):
     def begin(cls, case: Case, device: torch.device) -> None:
         """As `LLM` does."""
         executors.begin(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
-
-    def given(self, prompts: Tensor) -> list[np.ndarray]:
-        """Ids on the host."""
-        return list(prompts.cpu().numpy())
-
-    ids = given
-
-    def answer(self, ids: Sequence[np.ndarray], new: int) -> Tensor:
-        """It begins and ends on the host."""
-        return self.generate(ids, new)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
         """Prompts into slots that are kept for the next time, through the model, and the tokens out of them."""
