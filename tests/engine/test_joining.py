@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.engine.arrivals import Alone, Arrival, check_alone, random_params, random_prompt, run_arrivals
 from warpline import LLM, SamplingParams
@@ -32,11 +32,11 @@ def alone() -> Alone:
 
 
 @pytest.mark.parametrize(("executor", "count"), [("cpu", 300), ("torch", 300), ("kernels", 40)])
-@pytest.mark.parametrize("budget", [9, 2048])
-def test_random_arrivals(executor: str, count: int, budget: int, alone: Alone) -> None:
-    """With prompts in chunks of nine tokens as well."""
+@pytest.mark.parametrize(("budget", "ahead"), [(9, True), (2048, False), (2048, True)])
+def test_random_arrivals(executor: str, count: int, budget: int, ahead: bool, alone: Alone) -> None:
+    """With prompts in chunks of nine tokens as well, and with the next turn launched before the last is known."""
     llm = make(executor)
-    llm.engine.scheduler.prompt_tokens = budget
+    llm.engine.scheduler.prompt_tokens, llm.engine._overlaps = budget, ahead
     arrivals = run_arrivals(llm, count, seed=budget, longest=100)
     assert check_alone(alone, arrivals) == 0
     assert sum(a.cancelled for a in arrivals) > count // 100
@@ -52,6 +52,11 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.llm, self.arrivals = LLMS["cpu"], list[Arrival]()
         self.llm._worker.wake = lambda: None  # type: ignore[method-assign]
+
+    @initialize(ahead=st.booleans())
+    def launch_ahead(self, ahead: bool) -> None:
+        """As a GPU has it, or not."""
+        self.llm.engine._overlaps = ahead
 
     @rule(seed=st.integers(0, 2**32), times=st.integers(1, 4))
     def submit(self, seed: int, times: int) -> None:
@@ -184,6 +189,22 @@ def test_a_cancel_holds_while_its_tokens_are_taken_in() -> None:
     assert found.finish_reason == "cancelled"
     assert len(found.logprobs or ()) == len(found.token_ids) > 0
     assert llm.engine.free == 1
+
+
+def test_a_stream_is_launched_ahead_unless_something_waits() -> None:
+    llm = make("cpu", 2)
+    llm.engine._overlaps = True
+    llm._worker.wake = lambda: None  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    first = llm.submit([1, 2], params)
+    llm.engine.step()
+    assert [flight.turn.steps for flight in llm.engine._flights] == [4]  # the first token is known, more is on its way
+    second = llm.submit([3], params)
+    llm.engine.step()
+    assert not llm.engine._flights  # what comes does not wait for more than was enqueued
+    while llm.engine.step():
+        pass
+    assert [len(handle.token_ids) for handle in (first, second)] == [100, 100]
 
 
 def test_a_dropped_stream_leaves_nothing() -> None:

@@ -6,7 +6,17 @@ import pytest
 
 from warpline.config import SamplingParams
 from warpline.engine.request import Request, Span
-from warpline.engine.scheduler import STEPS_WHILE_WAITING, STREAM_STEPS, Prefix, Scheduler, Sequence, Turn
+from warpline.engine.scheduler import (
+    CROWDED,
+    CROWDED_STREAM_STEPS,
+    FIRST_STREAM_STEPS,
+    STEPS_WHILE_WAITING,
+    STREAM_STEPS,
+    Prefix,
+    Scheduler,
+    Sequence,
+    Turn,
+)
 
 
 def sequence(prompt: int, new: int, **options: object) -> Sequence:
@@ -24,12 +34,11 @@ def played(planner: Scheduler, *, wasteful: bool = False) -> Turn | None:
     if turn is not None:
         for i, s in enumerate(turn.admitted):
             s.slot = i
-        first = {id(s) for s, _, end in (*turn.first, *turn.second) if end == s.prompt_length}
-        first |= {id(t) for twins in turn.twins.values() for t in twins}
         for s in turn.reported:
-            count = (id(s) in first) + (turn.steps if s in turn.running else 0)
-            s.length = min(max(s.length, s.prompt_length) + count, s.request.limit)
+            s.length = min(s.length + s.ahead, s.request.limit)
             s.ended = s.length == s.request.limit
+        turn.landed()
+        assert all(s.ahead == 0 for s in turn.reported)
     return turn
 
 
@@ -67,11 +76,47 @@ def test_a_launch_ends_with_the_first_sequence_unless_that_is_near() -> None:
     assert taken == [(3, STEPS_WHILE_WAITING), (2, 59 - STEPS_WHILE_WAITING), (1, 40)]
 
 
-def test_a_stream_is_served_in_growing_chunks() -> None:
+def test_a_stream_gets_its_first_token_alone_and_then_growing_chunks() -> None:
     planner = scheduler()
     planner.add([sequence(5, 200, followed=True)])
-    taken = [turn.steps for _ in range(6) if (turn := played(planner)) is not None]
-    assert taken == [*STREAM_STEPS, STREAM_STEPS[-1], STREAM_STEPS[-1]]
+    taken = [turn.steps for _ in range(5) if (turn := played(planner)) is not None]
+    assert taken == [0, FIRST_STREAM_STEPS, STREAM_STEPS, STREAM_STEPS, STREAM_STEPS]
+
+
+def test_others_wait_a_moment_for_the_first_token_of_a_stream() -> None:
+    planner = scheduler()
+    old, new = sequence(5, 200), sequence(5, 200, followed=True)
+    planner.add([old])
+    played(planner, wasteful=True)
+    planner.add([new])
+    turn = played(planner)
+    assert turn is not None
+    assert (turn.steps, turn.reported) == (0, [new])
+    turn = played(planner)
+    assert turn is not None
+    assert (turn.steps, turn.reported) == (FIRST_STREAM_STEPS, [old, new])
+
+
+def test_many_streams_have_longer_turns() -> None:
+    planner = scheduler(slots=CROWDED + 1, prompt_tokens=1000)
+    planner.add([sequence(5, 200, followed=True) for _ in range(CROWDED + 1)])
+    taken = [turn.steps for _ in range(3) if (turn := played(planner)) is not None]
+    assert taken == [0, FIRST_STREAM_STEPS, CROWDED_STREAM_STEPS]
+
+
+def test_a_turn_may_be_planned_before_the_last_has_ended() -> None:
+    """Tokens that are under way count, so that nothing is asked for twice, nor behind a limit."""
+    planner = scheduler()
+    one = sequence(5, 8, followed=True)
+    planner.add([one])
+    turns = []
+    while (turn := planner.plan(lambda _: False)) is not None:
+        turns.append(turn)
+    assert [turn.steps for turn in turns] == [0, 4, 3]
+    assert (one.length, one.ahead, one.steps_left) == (5, 8, 0)
+    for turn in turns:  # the second ended its text early
+        turn.landed()
+    assert (one.ahead, one.steps_left) == (0, 8)
 
 
 def test_prompts_run_within_a_budget_and_nothing_overtakes() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from warpline import hardware
 from warpline.config import ModelConfig
 from warpline.engine.clock import Stats
-from warpline.engine.engine import Job
+from warpline.engine.job import Job
 from warpline.errors import WarplineError
 from warpline.model.tokenizer import Tokenizer
 from warpline.serve.app import create_app

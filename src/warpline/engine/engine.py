@@ -1,8 +1,9 @@
 """The loop: sequences come, share launches, and go.
 
 A turn admits what fits, runs prompts and decodes some steps, all enqueued without waiting. While the device works, the
-host makes text of the turn before; then it waits once, for all sequences. Any thread that wants results may drive the
-loop; the others wait until it has something for them, or take over when it has left.
+host makes text of the turn before; then it waits once, for all sequences. Turns that serve streams are short, so on a
+GPU the next one is enqueued before the last has ended. Any thread that wants results may drive the loop; the others
+wait until it has something for them, or take over when it has left.
 """
 
 from __future__ import annotations
@@ -10,52 +11,26 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from warpline.engine.clock import Clock, OnStream, Stats, shared_stream
-from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News, Report
+from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News
 from warpline.engine.executors.base import Executor
 from warpline.engine.failure import told
+from warpline.engine.job import Flight, Job
 from warpline.engine.request import joined, needs_of
-from warpline.engine.scheduler import Copy, Scheduler, Sequence, Turn
+from warpline.engine.scheduler import Copy, Scheduler, Sequence
 from warpline.engine.slots import Slots
-from warpline.engine.text import Timings
 from warpline.errors import DeviceError, ModelError, WarplineError
 from warpline.model.weights import explained_memory
 
-
-@dataclass(eq=False, slots=True)
-class Job(Sequence):
-    """A sequence, and what the host has of it for whoever asked."""
-
-    timings: Timings | None = None
-    tokens: list[int] = field(default_factory=list)
-    #: Where its tokens are put as they come, but for the end of text, if somebody makes many texts together.
-    arrays: list[np.ndarray] | None = None
-    logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: WarplineError | None = None
-    finished: bool = False  # nothing more comes
-    #: Called with the tokens of each chunk; says how many of all tokens count if they ended it. Then `notify`.
-    receive: Callable[[list[int]], int | None] | None = None
-    notify: Callable[[], object] | None = None
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A turn under way."""
-
-    turn: Turn
-    lanes: list[Job]
-    reports: list[Report]  # that have not come yet
-    served: list[tuple[Timings, list[Job]]]  # whose time it is
-    lengths: list[int] | None = None  # of its sequences, before
-    tokens: int = 0  # that one of them has got at most
+#: Seconds for which the thread that leads steps aside where a launch computes on the host, when a reader wants to run:
+#: else it would wait for the interpreter's lock until the next launch is out.
+YIELD = 20e-6
 
 
 class Engine:
@@ -72,14 +47,15 @@ class Engine:
             chunk=executor.chunk,
             most_steps=max(executor.chunk, executor.most_steps),
         )
-        self._flight: _Flight | None = None
+        self._flights: deque[Flight] = deque()  # in the order in which they were launched; two at most
         self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
         self._news: News | None = None
         self._idle_since: float | None = None  # the end of the turn before
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
+        self._overlaps = self._cuda  # whether launches return before they are computed
         self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
-        self._clock = Clock(cuda=self._cuda)
+        self._clocks = deque(Clock(cuda=self._cuda) for _ in range(2))  # they take turns
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
@@ -119,7 +95,8 @@ class Engine:
                     self._sweep()  # what is under way may write to such a slot; the next admission comes behind it
                 if not (self.scheduler.waiting or self.scheduler.running):
                     self._publish()  # others that had ended
-                    self._flight, self._idle_since = None, None
+                    self._flights.clear()
+                    self._idle_since = None
             finally:
                 self._lead.release()
         else:
@@ -151,7 +128,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.scheduler.waiting or self.scheduler.running or self._flight or self._landed)
+        return not (self.scheduler.waiting or self.scheduler.running or self._flights or self._landed)
 
     @property
     def free(self) -> int:
@@ -179,18 +156,19 @@ class Engine:
         try:
             with self._on_stream():
                 worked = bool(self._landed)
-                if worked and not self._cuda:  # a launch computes at once: what is known must not wait for it
+                if worked and (
+                    self._flights or not self._overlaps
+                ):  # the device is busy, or computes during the launch
                     self._publish()
                     meanwhile()
                     if done():
                         return True
-                if self._flight is None:
-                    self._flight = self._launch()
-                flight, worked = self._flight, worked or self._flight is not None
+                self._launch_all()
                 self._publish()
                 meanwhile()
-                if flight is None:
+                if not self._flights:
                     return worked
+                flight = self._flights[0]
                 while flight.reports:
                     if done():
                         return True
@@ -198,7 +176,7 @@ class Engine:
                     if flight.reports:  # the rest of the turn is under way
                         self._publish()
                         meanwhile()
-                self._flight = None
+                self._flights.popleft()
                 if not (self.scheduler.waiting or any(not s.ended for s in self.scheduler.running)):
                     self._idle_since = None
                     self._sweep()
@@ -232,24 +210,37 @@ class Engine:
                 self._stream.wait_stream(torch.cuda.default_stream(self.executor.device))
         return self._slots
 
-    def _launch(self) -> _Flight | None:
-        """Enqueue the next turn, if there is anything to do."""
+    def _launch_all(self) -> None:
+        """Enqueue a turn unless one is under way; and, where streams are served and nothing waits to join them, the
+        next one behind it, so that the device does not wait for the host in between."""
+        if not self._flights:
+            self._launch()
+        if self._overlaps and len(self._flights) == 1 and self._flights[0].turn.followed:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Enqueue the next turn, if there is anything to do. Slots are given away only while no turn is under way."""
         slots, executor = self._allocated(), self.executor
         executor.halt(slots, False)  # before looking: what changes from now on is said again
         self._sweep()
         with self._changed:
+            if self._flights and self.scheduler.waiting:
+                return
             turn = self.scheduler.plan(self._wasteful)
         if turn is None:
-            return None
+            return
+        self._clocks.rotate()
+        clock = self._clocks[0]
         with executor.on_device():
-            followed = any(s.followed for s in turn.reported)  # its reader may keep the host from looking in time
-            self._clock.begin(prompts=bool(turn.first or turn.second), steps=turn.steps > 0, followed=followed)
+            followed = turn.followed  # its reader may keep the host from looking in time
+            clock.begin(prompts=bool(turn.first or turn.second), steps=turn.steps > 0, followed=followed)
             if turn.admitted:
                 taken = slots.admit([s.request for s in turn.admitted])
                 for sequence, slot in zip(turn.admitted, taken, strict=True):
                     sequence.slot = slot
             if self._idle_since is not None:  # the first launch of the turn is out, or is the next thing to be done
                 self.stats.idle_seconds += time.perf_counter() - self._idle_since
+                self._idle_since = None
             lanes = [s.slot for s in turn.running]
             if turn.first:
                 if lanes:
@@ -259,17 +250,17 @@ class Engine:
             if turn.second:
                 executor.prefill(slots, turn.spans(turn.second))
             self._copy(slots, turn.late)
-            self._clock.prompted()
-            reported = [s for s in turn.reported if isinstance(s, Job)]
-            taken, reports = [s.slot for s in reported], []
+            clock.prompted()
+            taken, reports = [s.slot for s in turn.reported], []
             for steps, last in turn.parts() if self._cuda else [(turn.steps, True)]:
                 if steps:
                     executor.decode(slots, lanes, steps)
-                reports.append(slots.report(taken, steps + 1, last=last))
-            self._clock.stepped()
+                if last:
+                    clock.stepped()
+                reports.append(slots.report(taken, steps + 1, last=last and not followed))
             if not self._cuda:
-                self._clock.landed()  # it was computed on the way
-        return _Flight(turn, reported, reports, _by_timings(turn))
+                clock.landed()  # it was computed on the way
+        self._flights.append(Flight.of(turn, reports, clock))
 
     @staticmethod
     def _copy(slots: Slots, copies: list[Copy]) -> None:
@@ -285,12 +276,12 @@ class Engine:
         needs = joined(needs_of(p, config.vocab_size) for p in params)
         return not self.executor.stops_by_itself(len(running), needs)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Wait for a turn, or for the larger part of it, and learn which sequences have ended. The device is idle when
         the last part has come: this must be short."""
         news, last = flight.reports.pop(0).wait(), not flight.reports
         if self._cuda and last:
-            self._clock.landed()
+            flight.clock.landed()
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
         if flags and flags[0] & FAULT:  # every row says it
             self._allocated().fault.zero_()
@@ -300,9 +291,8 @@ class Engine:
                 if flags[i] & BROKEN and job.error is None:
                     self._allocated().erase(job.slot)
                 continue
-            before = job.length or job.prompt_length
-            lengths.append(before)
-            job.length = before + count
+            lengths.append(job.length)
+            job.length += count
             if flags[i]:
                 job.ended = True
                 if flags[i] & BROKEN:
@@ -313,46 +303,32 @@ class Engine:
         if flight.lengths is None:
             flight.lengths = lengths
         if last:
-            self._measure(flight)
-            self._idle_since = self._clock.ended
+            flight.ended(self.stats)
+            if len(self._flights) == 1:
+                self._idle_since = flight.clock.ended
 
     def _broken(self) -> ModelError:
         why = f"its weights are damaged, or {self.executor.dtype} overflowed"
         return ModelError(f"{self.model} computed logits that are no numbers: {why}; try --dtype fp32")
-
-    def _measure(self, flight: _Flight) -> None:
-        turn, stats, lengths = flight.turn, self.stats, flight.lengths or []
-        steps = flight.tokens - bool(turn.first or turn.second)  # a prompt brings a token before the first step
-        steps = max(0, min(steps, turn.steps))
-        prefill, decode = self._clock.seconds()
-        stats.busy_seconds += prefill + decode
-        stats.steps += steps
-        stats.lane_steps += steps * len(turn.running)
-        for timings, jobs in flight.served:
-            if all(job.finished for job in jobs):
-                continue
-            timings.prefill_seconds += prefill
-            if steps:
-                timings.decode_seconds += decode
-                timings.decode_steps += steps
-                timings.moved.append((lengths, steps))
 
     def _publish(self) -> None:
         """Hand over what the last turn brought; the device may be busy with the next one."""
         landed, self._landed, news = self._landed, [], self._news
         if not landed or news is None:
             return
-        rows, counts = news.tokens.tolist(), news.counts.tolist()
+        rows, counts, urgent = news.tokens.tolist(), news.counts.tolist(), False
         for job, row, ended in landed:
             if not job.finished:
                 count = counts[row]
                 self._take(job, rows[row][:count], news.logprobs.get(job.slot), ended)
                 if job.arrays is not None and count:
                     job.arrays.append(news.tokens[row, : count - (job.finish_reason == "stop")])
-                if job.notify is not None:
-                    job.notify()
+                if job.notify is not None and job.notify():
+                    urgent = True
         self._news = None
         self._tell()
+        if urgent and not self._overlaps:
+            time.sleep(YIELD)
 
     def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:
         first = job.prompt_length + len(job.tokens)
@@ -375,7 +351,8 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         """What was under way is lost, and says so; what waits is not, unless there is nothing to wait for."""
         lost = [job for job, *_ in self._landed] + [s for s in self.scheduler.running if isinstance(s, Job)]
-        self._flight, self._idle_since, self._landed = None, None, []
+        self._flights.clear()
+        self._idle_since, self._landed = None, []
         if self._slots is None:
             lost += [s for s in self.scheduler.waiting if isinstance(s, Job)]
         interrupted = DeviceError(f"the engine was interrupted: {str(error) or type(error).__name__}")
@@ -389,12 +366,3 @@ class Engine:
             if job.notify is not None:
                 with contextlib.suppress(Exception):  # the error is on its way; others must hear of it too
                     job.notify()
-
-
-def _by_timings(turn: Turn) -> list[tuple[Timings, list[Job]]]:
-    """The sequences of a turn, by whose time it counts for."""
-    found: dict[int, tuple[Timings, list[Job]]] = {}
-    for sequence in dict.fromkeys([*turn.reported, *(s for s, *_ in (*turn.first, *turn.second))]):
-        if isinstance(sequence, Job) and sequence.timings is not None:
-            found.setdefault(id(sequence.timings), (sequence.timings, []))[1].append(sequence)
-    return list(found.values())

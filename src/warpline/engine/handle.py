@@ -8,7 +8,8 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from warpline.engine.engine import Engine, Job
+from warpline.engine.engine import Engine
+from warpline.engine.job import Job
 from warpline.engine.text import Completion, Text
 from warpline.errors import ConfigError
 

@@ -16,8 +16,10 @@ STEPS_WHILE_WAITING = 16
 #: A turn of many tokens reports so many steps before its end as well: the host makes text of what came before while the
 #: device takes them.
 LAST_STEPS, MANY_TOKENS = 16, 2048
-#: Steps of a launch that serves a stream, from its first on.
-STREAM_STEPS = (4, 8, 16, 32)
+#: Steps of a launch that serves streams: of the first behind a first token, and of the others by how many sequences
+#: there are. Each launch makes an event for every stream, and whatever arrives waits for what is enqueued.
+FIRST_STREAM_STEPS, STREAM_STEPS, CROWDED_STREAM_STEPS = 4, 8, 16
+CROWDED = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -38,18 +40,19 @@ class Sequence:
     followed: bool = False  # whether its tokens are wanted as they come
     slot: int = -1  # where it runs
     filled: int = 0  # positions of its prompt that are in the cache, or will be by the time anything reads them
-    length: int = 0  # prompt and tokens that the device is known to have
-    chunks: int = 0  # launches that it was part of
+    ahead: int = 0  # tokens that launches under way bring, at most
+    chunks: int = 0  # launches that brought tokens
     ended: bool = False  # no more launches: it is done, was stopped or cancelled
     prompt_length: int = field(init=False)
+    length: int = field(init=False)  # prompt and tokens that the host knows of
 
     def __post_init__(self) -> None:
-        self.prompt_length = len(self.request.prompt)
+        self.prompt_length = self.length = len(self.request.prompt)
 
     @property
     def steps_left(self) -> int:
-        """Steps until its limit; its first token comes with its prompt."""
-        return self.request.limit - (self.length or self.prompt_length + 1)
+        """Tokens until its limit that no launch is under way for."""
+        return self.request.limit - self.length - self.ahead
 
 
 #: A sequence, and the positions of its prompt from where to where.
@@ -75,6 +78,7 @@ class Turn:
     second: list[Part] = field(default_factory=list)
     late: list[Copy] = field(default_factory=list)
     twins: dict[int, list[Sequence]] = field(default_factory=dict)  # by id: those with the same prompt to the end
+    begun: list[Sequence] = field(default_factory=list)  # those whose first token comes with the end of their prompt
     running: list[Sequence] = field(default_factory=list)  # those that decode
     reported: list[Sequence] = field(default_factory=list)  # those that get tokens
     steps: int = 0
@@ -94,14 +98,33 @@ class Turn:
             return [(self.steps - LAST_STEPS, False), (LAST_STEPS, True)]
         return [(self.steps, True)]
 
-    def close(self) -> None:
-        """All is planned: what decodes gets tokens, and what ends with its first token."""
-        if not (self.first or self.second):
-            self.reported = self.running
-            return
-        ends = [s for s, _, end in (*self.first, *self.second) if end == s.prompt_length]
-        ends += [t for twins in self.twins.values() for t in twins]
-        self.reported = list(dict.fromkeys([*self.running, *ends]))
+    @property
+    def followed(self) -> bool:
+        """Whether some of its tokens are wanted as they come."""
+        return any(s.followed for s in self.reported)
+
+    def begin(self) -> None:
+        """All prompts are planned: each that ends brings a token."""
+        self.begun = [s for s, _, end in (*self.first, *self.second) if end == s.prompt_length]
+        self.begun += [t for twins in self.twins.values() for t in twins]
+        for sequence in self.begun:
+            sequence.ahead += 1
+
+    def decode(self, running: list[Sequence], steps: int) -> None:
+        """These take so many steps, and the turn is complete."""
+        self.running, self.steps = running, steps
+        for sequence in running:
+            sequence.ahead += steps
+        self.reported = list(dict.fromkeys([*running, *self.begun])) if self.begun else running
+        for sequence in self.reported:
+            sequence.chunks += 1
+
+    def landed(self) -> None:
+        """What it brought is known."""
+        for sequence in self.begun:
+            sequence.ahead -= 1
+        for sequence in self.running:
+            sequence.ahead -= self.steps
 
 
 class Scheduler:
@@ -142,12 +165,11 @@ class Scheduler:
                 break
             budget -= rows
             self.running.append(self.waiting.popleft())
-        turn.running = [s for s in self.running if s.filled == s.prompt_length and s.steps_left > 0]
-        if turn.running:
-            turn.steps = self._steps(turn.running, wasteful)
-        turn.close()
-        for sequence in turn.reported:
-            sequence.chunks += 1
+        turn.begin()
+        running = [s for s in self.running if s.filled == s.prompt_length and s.steps_left > 0]
+        if any(s.followed for s in turn.begun):
+            running = []  # a first token that somebody waits for does not wait for more
+        turn.decode(running, self._steps(running, wasteful) if running else 0)
         return turn if turn.admitted or turn.first or turn.second or turn.running else None
 
     def _admit(self, turn: Turn, sequence: Sequence, budget: int) -> int | None:
@@ -193,6 +215,7 @@ class Scheduler:
             return min(STEPS_WHILE_WAITING, self.most_steps, max(left))
         followed = [s.chunks for s in running if s.followed]
         if followed:
-            return min(STREAM_STEPS[min(min(followed), len(STREAM_STEPS) - 1)], self.chunk, max(left))
+            usual = STREAM_STEPS if len(running) <= CROWDED else CROWDED_STREAM_STEPS
+            return min(FIRST_STREAM_STEPS if min(followed) == 1 else usual, self.chunk, max(left))
         most = self.chunk if wasteful(running) else self.most_steps
         return min(most, max(left), max(min(left), STEPS_WHILE_WAITING))

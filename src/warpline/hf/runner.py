@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from warpline.engine import executors
-from warpline.engine.engine import Engine, Job
+from warpline.engine.engine import Engine
+from warpline.engine.job import Job
 from warpline.engine.prefix import share_prefixes
 from warpline.engine.request import Request
 from warpline.hf.gate import DTYPES

@@ -71,7 +71,7 @@ class Asked:
         ids: list[int],
         params: SamplingParams,
     ) -> Choice:
-        from warpline.engine.engine import Job
+        from warpline.engine.job import Job
         from warpline.engine.request import Request
         from warpline.engine.text import Timings, watched
 
@@ -95,7 +95,7 @@ class Asked:
 
     def _scorer(self, answer: Generation, state: State, ids: list[int]) -> Choice:
         """All but the first token are taken as known, and their log-probabilities noted."""
-        from warpline.engine.engine import Job
+        from warpline.engine.job import Job
         from warpline.engine.request import Request
 
         params = SamplingParams(temperature=0, ignore_eos=True, logprobs=self.logprobs)

@@ -9,7 +9,7 @@ from warpline.config import ModelConfig
 
 if TYPE_CHECKING:
     from warpline.engine.clock import Stats
-    from warpline.engine.engine import Job
+    from warpline.engine.job import Job
     from warpline.hardware import Device
     from warpline.model.tokenizer import Tokenizer
 
@@ -36,7 +36,8 @@ class Backend(Protocol):
     2. calls `job.receive(new_tokens)` if there is one; if it gives a number, only so many tokens of all count, and the
        job has ended with the reason "stop",
     3. at the end sets `job.finish_reason` ("stop" or "length") or `job.error`, and `job.finished`,
-    4. then calls `job.notify()`, once for each chunk of tokens and not for each token. That neither blocks nor raises.
+    4. then calls `job.notify()`, once for each chunk of tokens and not for each token. That neither blocks nor raises;
+       it is true where the event loop should get the interpreter soon.
     A job has `job.request.limit - len(job.request.prompt)` tokens at most.
     """
 

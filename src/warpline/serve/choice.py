@@ -9,7 +9,7 @@ from warpline.serve.hub import Hub
 from warpline.serve.pieces import Maker, Piece
 
 if TYPE_CHECKING:
-    from warpline.engine.engine import Job
+    from warpline.engine.job import Job
     from warpline.serve.generation import Generation
 
 
@@ -31,11 +31,11 @@ class Choice:
         self.first = self.last = 0.0  # when tokens came
         job.notify = self.told
 
-    def told(self) -> None:
-        """A turn of the engine has brought tokens, or the end."""
+    def told(self) -> bool:
+        """A turn of the engine has brought tokens, or the end. Says whether the loop should run at once."""
         job = self.job
         if self.finished:
-            return
+            return False
         finished, now, ready = job.finished, time.perf_counter(), len(job.tokens)
         if ready > self.ready and self.maker is not None:
             self.metrics.wrote(ready - self.ready, now - self.last if self.first else 0.0)
@@ -43,8 +43,11 @@ class Choice:
             self.first = now
         self.last, self.ready = now, ready
         self.finished = finished
-        if finished or self.streamed:
-            self.hub.tell(self, urgent=finished or self.eager or not self.sent)
+        if not (finished or self.streamed):
+            return False
+        urgent = finished or self.eager or not self.sent
+        self.hub.tell(self, urgent=urgent)
+        return urgent
 
     def arrived(self) -> None:
         """The hub says that there is something new."""

@@ -7,15 +7,11 @@ have passed since the last was handed over, so that a stream's tokens are merged
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from typing import Protocol
 
 #: Seconds for which tokens of a stream are gathered into one event.
 MERGE = 0.0015
-#: Seconds for which the engine's thread steps aside when it has called the loop for something urgent. Else the loop
-#: would be awake, but wait for the interpreter's lock until the next launch is out.
-YIELD = 50e-6
 
 
 class Listener(Protocol):
@@ -54,8 +50,6 @@ class Hub:
                 self._loop.call_soon_threadsafe(self._hand_over)
             except RuntimeError:  # the loop is closed: nothing listens any more
                 return
-            if urgent:
-                time.sleep(YIELD)
 
     def _hand_over(self) -> None:
         self._called = False

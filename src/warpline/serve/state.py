@@ -143,14 +143,18 @@ class State:
 
     async def _try_again(self) -> None:
         """Until the engine writes a token again."""
-        from warpline.engine.engine import Job
+        from warpline.engine.job import Job
         from warpline.engine.request import Request
 
         while self.status == "failed":
             await asyncio.sleep(PROBE)
             ended = asyncio.Event()
             job = Job(Request([0], SamplingParams(max_tokens=1), 0, 0, 2))
-            job.notify = lambda ended=ended: self.loop.call_soon_threadsafe(ended.set)
+
+            def told(ended: asyncio.Event = ended) -> None:
+                self.loop.call_soon_threadsafe(ended.set)
+
+            job.notify = told
             try:
                 self.backend.start([job])
                 async with asyncio.timeout(PROBE_LIMIT):

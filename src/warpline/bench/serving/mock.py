@@ -16,7 +16,7 @@ import numpy as np
 
 from warpline.config import ModelConfig
 from warpline.engine.clock import Stats
-from warpline.engine.engine import Job
+from warpline.engine.job import Job
 from warpline.errors import ConfigError
 from warpline.hardware import describe
 from warpline.model import weights
