@@ -30,6 +30,14 @@ from warpline.model import parameters
         ({"max_tokens": True}, "max_tokens"),
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"logit_bias": {-1: 1.0}}, "token ids, not -1"),
+        ({"logit_bias": {"5": 1.0}}, "token ids, not '5'"),
+        ({"logit_bias": {5: 101}}, "between -100 and 100"),
+        ({"logit_bias": {5: None}}, "between -100 and 100"),
+        ({"logit_bias": 7}, "takes token ids and numbers"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "at most 1,024"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"stop": ["a", ""]}, "stop"),
@@ -51,6 +59,13 @@ def test_unknown_settings_are_errors() -> None:
 def test_max_new_tokens_is_max_tokens() -> None:
     assert SamplingParams(max_new_tokens=7).max_tokens == 7
     assert dataclasses.replace(SamplingParams(max_new_tokens=7), n=2).max_tokens == 7
+
+
+def test_biases_are_in_order_however_they_are_given() -> None:
+    given = SamplingParams(logit_bias={9: 1, 3: -2.5})
+    assert given.biases == ((3, -2.5), (9, 1.0))
+    assert dataclasses.replace(given, n=2).biases == given.biases
+    assert hash(given) == hash(SamplingParams(logit_bias=[(3, -2.5), (9, 1.0)]))
 
 
 def test_stop_takes_one_text_or_many() -> None:

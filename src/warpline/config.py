@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from warpline.errors import ConfigError, ModelError, one_of
 
@@ -32,9 +32,10 @@ ACTIVATIONS = {
 }
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str, *values: object) -> None:
+    """Or say why not. A server makes settings for every request: the message is put together when it is needed."""
     if not condition:
-        raise ConfigError(message)
+        raise ConfigError(message.format(*values) if values else message)
 
 
 def _is_int(value: object) -> bool:
@@ -42,7 +43,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require_window(window: object) -> None:
@@ -152,13 +153,16 @@ FAMILY: dict[str, tuple[str, ModelConfig]] = {
 
 #: What no sensible request exceeds; a slip of the keyboard gets an answer instead of a full memory.
 MOST = {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1, "top_k": 2**31 - 1, "n": 10_000}
+#: Tokens of a logit_bias.
+MOST_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is drawn, and when to stop.
 
-    The order is repetition_penalty, min_tokens, temperature, top_k, top_p, min_p, as in `transformers`.
+    The order is repetition_penalty, then presence_penalty, frequency_penalty and logit_bias, min_tokens, temperature,
+    top_k, top_p, min_p, as in `transformers` as far as that has them.
     """
 
     max_tokens: int = 256
@@ -173,6 +177,12 @@ class SamplingParams:
     min_p: float = 0.0
     #: Above 1, tokens already in the text become less likely.
     repetition_penalty: float = 1.0
+    #: Subtracted from the logit of every token that the completion has already, as OpenAI has it: once,
+    presence_penalty: float = 0.0
+    #: and for each time that it has it.
+    frequency_penalty: float = 0.0
+    #: Added to the logits of these token ids.
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     #: The same seed gives the same text; None draws a fresh one.
     seed: int | None = None
     #: Texts that end the completion; they are not part of it.
@@ -197,45 +207,58 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0), ("n", 1)):
-            value = getattr(self, name)
-            most = MOST[name]
-            _require(
-                _is_int(value) and least <= value <= most,
-                f"{name} must be a whole number ≥ {least} (and at most {most:,}), not {value!r}",
-            )
-        _require(self.min_tokens <= self.max_tokens, f"min_tokens {self.min_tokens} exceeds max_tokens")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            _require(_is_number(value), f"{name} must be a number, not {value!r}")
+            value, most = getattr(self, name), MOST[name]
+            fits = _is_int(value) and least <= value <= most
+            _require(fits, "{} must be a whole number ≥ {} (and at most {:,}), not {!r}", name, least, most, value)
+        _require(self.min_tokens <= self.max_tokens, "min_tokens {} exceeds max_tokens", self.min_tokens)
+        object.__setattr__(self, "logit_bias", _checked_biases(self.logit_bias) if self.logit_bias != () else ())
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _require(_is_number(getattr(self, name)), "{} must be a number, not {!r}", name, getattr(self, name))
         # The device computes with float32: settings that would vanish or overflow there are refused here.
-        _require(self.temperature >= 0, f"temperature must be ≥ 0 (0 is greedy), not {self.temperature}")
-        _require(
-            self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
-            f"temperature must be 0 (greedy) or between 0.001 and 1000, not {self.temperature}",
-        )
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
-        _require(self.top_p >= 1e-6, f"top_p must be at least 0.000001, not {self.top_p}: temperature 0 is greedy")
-        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], not {self.min_p}")
-        _require(
-            1e-3 <= self.repetition_penalty <= 1e3,
-            f"repetition_penalty must be between 0.001 and 1000, not {self.repetition_penalty}",
-        )
-        seed = self.seed
-        _require(
-            seed is None or (_is_int(seed) and 0 <= seed < 2**64),
-            f"seed must be a whole number in [0, 2^64), not {seed!r}",
-        )
+        temperature, top_p, penalty = self.temperature, self.top_p, self.repetition_penalty
+        _require(temperature >= 0, "temperature must be ≥ 0 (0 is greedy), not {}", temperature)
+        fits = temperature == 0 or 1e-3 <= temperature <= 1e3
+        _require(fits, "temperature must be 0 (greedy) or between 0.001 and 1000, not {}", temperature)
+        _require(0 < top_p <= 1, "top_p must be in (0, 1], not {}", top_p)
+        _require(top_p >= 1e-6, "top_p must be at least 0.000001, not {}: temperature 0 is greedy", top_p)
+        _require(0 <= self.min_p <= 1, "min_p must be in [0, 1], not {}", self.min_p)
+        _require(1e-3 <= penalty <= 1e3, "repetition_penalty must be between 0.001 and 1000, not {}", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, "{} must be between -2 and 2, not {}", name, getattr(self, name))
+        seed, logprobs = self.seed, self.logprobs
+        fits = seed is None or (_is_int(seed) and 0 <= seed < 2**64)
+        _require(fits, "seed must be a whole number in [0, 2^64), not {!r}", seed)
         _require(all(isinstance(text, str) and text for text in stop), "stop takes texts, none of them empty")
-        logprobs = self.logprobs
-        _require(
-            logprobs is None or (_is_int(logprobs) and 0 <= logprobs <= 100),
-            f"logprobs must be between 0 and 100, not {logprobs!r}",
-        )
+        fits = logprobs is None or (_is_int(logprobs) and 0 <= logprobs <= 100)
+        _require(fits, "logprobs must be between 0 and 100, not {!r}", logprobs)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop texts, always as a tuple."""
         return tuple(self.stop)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Token ids and what is added to their logits."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def adjusts_tokens(self) -> bool:
+        """Whether logits of single tokens are raised or lowered by it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+
+def _checked_biases(given: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    try:
+        biases = dict(given)
+    except (TypeError, ValueError):
+        raise ConfigError(f"logit_bias takes token ids and numbers, as in {{50256: -100}}, not {given!r}") from None
+    _require(len(biases) <= MOST_BIASES, "logit_bias has {:,} tokens, and at most {:,} fit", len(biases), MOST_BIASES)
+    for token, bias in biases.items():
+        _require(_is_int(token) and token >= 0, "logit_bias takes token ids, not {!r}", token)
+        fits = _is_number(bias) and -100 <= bias <= 100
+        _require(fits, "logit_bias must be between -100 and 100, not {!r}", bias)
+    return tuple(sorted((int(token), float(bias)) for token, bias in biases.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

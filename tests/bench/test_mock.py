@@ -13,7 +13,7 @@ from tests.cli.conftest import Run, run  # noqa: F401 - a fixture
 from tests.conftest import SMALL
 from warpline.bench.serving.mock import STORY, TOKENS, Mock
 from warpline.config import SamplingParams
-from warpline.engine.engine import Job
+from warpline.engine.job import Job
 from warpline.engine.request import Request
 from warpline.engine.text import watched
 from warpline.model.tokenizer import Tokenizer

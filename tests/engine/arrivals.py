@@ -29,6 +29,9 @@ def random_params(rng: random.Random, *, longest: int, sampled: bool = True) -> 
         top_p=rng.choice([0.9, 1.0]),
         min_p=rng.choice([0.0, 0.02]),
         repetition_penalty=rng.choice([1.0, 1.0, 1.2]) if sampled else 1.0,
+        presence_penalty=rng.choice([0.0, 0.0, 1.5]) if sampled else 0.0,
+        frequency_penalty=rng.choice([0.0, 0.0, 0.4]) if sampled else 0.0,
+        logit_bias={3: 2.0, 9: -3.0} if sampled and rng.random() < 0.3 else (),
         min_tokens=rng.choice([0, 0, 1]),
         seed=rng.randrange(100),
         ignore_eos=rng.random() < 0.5,
@@ -55,7 +58,7 @@ def run_arrivals(llm: LLM, count: int, seed: int, *, longest: int, sampled: bool
             prompt = random_prompt(rng, vocab, longest)
             params = random_params(rng, longest=llm.config.n_positions - longest, sampled=sampled)
             arrivals.append(Arrival(prompt, params, llm.submit(prompt, params)))
-        if arrivals and rng.random() < 0.1:
+        if arrivals and rng.random() < 0.2:
             chosen = rng.choice(arrivals)
             if not chosen.handle.finished:
                 chosen.handle.cancel()

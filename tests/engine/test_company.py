@@ -41,6 +41,8 @@ SETTINGS = [
     SamplingParams(temperature=0, repetition_penalty=1.3, min_tokens=4),
     SamplingParams(temperature=1.0, top_p=1.0, ignore_eos=True),
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=0.3),
+    SamplingParams(temperature=1.0, top_p=0.95, frequency_penalty=-0.5, logit_bias={7: 4.0, 5: -100.0, 90: 2.5}),
     SamplingParams(temperature=1.2, top_p=1.0, min_p=0.02, min_tokens=3),
 ]
 EVERY = pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_completions_of_one_prompt_share_its_run(name: str, dtype: str, length: 
     prompt = ids(rng, length)
     asked = [Request(ids(rng, 12), GREEDY, 9, 0, 30)]
     asked += [Request(prompt, replace(p, logprobs=logprobs), 1, i, length + 12) for i, p in enumerate(SETTINGS)]
-    slots = its.allocate(8, CAPACITY)
+    slots = its.allocate(len(asked) + 1, CAPACITY)
     other, *lanes = slots.admit(asked)
     source = lanes[2]
     its.prefill(slots, [*spans(slots, [other]), Span(source, 0, length, (source, *lanes[:2], *lanes[3:]))])

@@ -30,7 +30,8 @@ def requests(rng: random.Random, count: int) -> list[Request]:
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.7]), top_k=rng.choice([0, 3]), top_p=rng.choice([0.5, 1.0]),
             min_p=rng.choice([0, 0.1]), min_tokens=rng.choice([0, 2]), repetition_penalty=rng.choice([1.0, 1.5]),
-            ignore_eos=rng.random() < 0.5,
+            ignore_eos=rng.random() < 0.5, presence_penalty=rng.choice([0, 0.5]), frequency_penalty=rng.choice([0, -1]),
+            logit_bias={rng.randrange(97): rng.uniform(-9, 9) for _ in range(rng.choice([0, 1, 7]))},
         )  # fmt: skip
         prompt = [rng.randrange(97) for _ in range(rng.randint(1, 40))]
         forced = [rng.randrange(97) for _ in range(rng.randint(0, 30))]
@@ -53,9 +54,13 @@ def test_a_slot_is_what_its_request_says(kind: type) -> None:
             expected = (length, known, request.limit, length + p.min_tokens, top, length)
             assert slots.whole[:, slot].tolist() == list(expected)
             assert slots.numbers[:, slot].tolist() == pytest.approx(
-                [p.temperature, p.top_p, p.min_p, p.repetition_penalty]
+                [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
             )
-            assert slots.flags[:, slot].tolist() == [not p.ignore_eos, False, False]
+            assert slots.flags[:, slot].tolist() == [not p.ignore_eos, p.adjusts_tokens, False, False]
+            if p.adjusts_tokens:
+                assert slots.bias[slot].tolist() == pytest.approx([dict(p.biases).get(t, 0.0) for t in range(97)])
+                assert not slots.counts[slot].any()
+                slots.counts[slot] = 3  # as if it had run
             assert slots.tokens[slot, :known].tolist() == [*request.prompt, *request.forced][:known]
             before[slot] = slots.whole[:, slot].tolist()
         for slot in before:  # what was admitted before is as it was

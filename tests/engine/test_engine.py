@@ -18,7 +18,7 @@ from tests.conftest import SMALL, make_model, make_weights
 from tests.model.test_gpt2 import hf_model
 from warpline import LLM, Completion, SamplingParams, hardware
 from warpline.config import ModelConfig
-from warpline.engine import llm as llms
+from warpline.engine import device
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.weights import Weights, load
 
@@ -392,5 +392,5 @@ def test_bf16_on_a_gpu_that_lacks_it_is_refused() -> None:
     turing = hardware.known_gpu("t4")
     assert turing is not None
     with pytest.raises(DeviceError, match=r"Tesla T4 \(sm_75\) cannot compute in bf16.*use fp16 or fp32"):
-        llms._dtype("bf16", turing, None)
-    assert llms._dtype("auto", turing, None) == "fp16"
+        device.dtype_of("bf16", turing, None)
+    assert device.dtype_of("auto", turing, None) == "fp16"

@@ -80,6 +80,49 @@ def by_transformers(logits: torch.Tensor, prompt: list[int], params: SamplingPar
     return logits.softmax(dim=-1)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.floats(-2, 2), st.floats(-2, 2), st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=20),
+    st.sampled_from([1.0, 1.5]), st.integers(0, 2**31),
+)  # fmt: skip
+def test_penalties_and_biases_are_openais_formula(
+    presence: float, frequency: float, bias: dict[int, float], repetition: float, seed: int
+) -> None:
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence, plus the bias; of tokens behind the prompt, in float64."""
+    params = SamplingParams(
+        temperature=0, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias,
+        repetition_penalty=repetition, ignore_eos=True,
+    )  # fmt: skip
+    slots, plain = begin([params], [[1, 2, 2]]), begin([SamplingParams(temperature=0)])
+    had: list[int] = []
+    for step in range(5):
+        logits = random_logits(1, seed + step // 2)  # the same twice, so that a token may come again
+        expected = logits.double()
+        for token in {1, 2, *had}:
+            expected[0, token] *= 1 / repetition if expected[0, token] > 0 else repetition
+        for token in range(VOCAB):
+            count = had.count(token)
+            expected[0, token] += bias.get(token, 0.0) - count * frequency - (count > 0) * presence
+        rows = sampling.Records(slots, [0])
+        assert torch.allclose(sampling.adjust(logits, rows).double(), expected, rtol=0, atol=2e-5)
+        advance(slots, logits)
+        advance(plain, logits)
+        had.append(int(slots.tokens[0, 3 + step]))
+    assert not plain.counts.any()  # nobody asked for them
+
+
+def test_what_is_banned_never_comes_and_what_is_favoured_always() -> None:
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, logit_bias={7: 100.0}, ignore_eos=True)
+        slots = begin([params])
+        advance(slots, random_logits(1, 3).clamp(max=5))
+        assert slots.tokens[0, 3] == 7
+        best = int(random_logits(1, 4).argmax())
+        slots = begin([SamplingParams(temperature=temperature, top_p=1.0, logit_bias={best: -100.0}, seed=1)])
+        advance(slots, random_logits(1, 4))
+        assert slots.tokens[0, 3] != best
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**31))
 def test_distribution_equals_transformers(choices: list[dict[str, Any]], seed: int) -> None:

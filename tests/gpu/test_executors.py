@@ -57,6 +57,8 @@ def test_half_precision_is_judged_right(name: str, dtype: str, batch: int) -> No
     [
         Params(temperature=0.8, ignore_eos=True),
         Params(temperature=1, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+        Params(temperature=0, presence_penalty=1.5, frequency_penalty=0.5),
+        Params(temperature=1, top_p=0.9, frequency_penalty=-1, logit_bias={0: 3.0, 7: -100.0, 20: 5.0}),
         Params(temperature=0, min_tokens=10, logprobs=3),
     ],
 )
@@ -81,6 +83,7 @@ def test_window(name: str) -> None:
         Params(temperature=0.9, top_p=1.0),
         Params(temperature=1, top_k=40, top_p=0.9, repetition_penalty=1.2),
         Params(temperature=0, logprobs=2),
+        Params(temperature=0, presence_penalty=1.5, frequency_penalty=0.5, logit_bias={9: 1.0, 2: -100.0}),
     ],
 )
 def test_a_library_computes_the_logits_of_many(params: Params) -> None:

@@ -148,6 +148,10 @@ def test_turing_path(dtype: str) -> None:
         Params(temperature=1, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
         Params(temperature=0, repetition_penalty=1.3),
         Params(temperature=0, repetition_penalty=1.3, logprobs=3),
+        Params(temperature=0, presence_penalty=1.5, frequency_penalty=0.5),
+        Params(temperature=0, presence_penalty=1.5, frequency_penalty=0.5, logprobs=1),
+        Params(temperature=1, top_p=0.9, frequency_penalty=-1, logit_bias={0: 3.0, 7: -100.0, 20: 5.0}),
+        Params(temperature=0.7, ignore_eos=True, logit_bias={3: 100.0}),
     ],
 )
 def test_sampling_draws_what_torch_draws(params: Params) -> None:
@@ -168,7 +172,7 @@ def test_every_row_has_its_own_filters(model: str, counts: tuple[int, ...]) -> N
         Params(temperature=1.2, top_k=1),
         Params(temperature=1, top_k=5_000, top_p=0.999),
         Params(temperature=1.5, ignore_eos=True),
-        Params(temperature=0, repetition_penalty=1.5),
+        Params(temperature=0, repetition_penalty=1.5, presence_penalty=0.4, logit_bias={1: 2.0}),
         Params(temperature=0.05, top_k=300, repetition_penalty=0.9),
         Params(temperature=1, top_p=1e-6, min_p=0.5),
     ]

@@ -267,7 +267,7 @@ GPT2 = [
     ("decode_attention", {"batch": 1, "heads": 12, "positions": 1024, "depth": 64}),
     ("head_argmax", {"rows": 1, "outputs": 50257, "inputs": 768}),
     ("matvec", {"rows": 1, "outputs": 50257, "inputs": 768}),
-    ("sample", {"rows": 1, "vocab": 50257, "capacity": 1024}),
+    ("sample", {"rows": 1, "vocab": 50257, "capacity": 1024, "entries": 50257}),
     ("flash_attention", {"batch": 1, "heads": 12, "queries": 1024, "keys": 1024, "depth": 64}),
     ("matmul_bias", {"rows": 1024, "outputs": 2304, "inputs": 768}),
     ("matmul_bias_gelu", {"rows": 1024, "outputs": 3072, "inputs": 768}),

@@ -17,9 +17,10 @@ from warpline.kernels.noise import noise_keys, splitmix
 from warpline.kernels.spec import KernelSpec
 from warpline.kernels.verify import random_inputs
 
-SLOTS, CAPACITY, WIDTH, EOS = 7, 12, 5, 3
+SLOTS, CAPACITY, WIDTH, EOS, VOCAB = 7, 12, 5, 3, 9
 WHOLE = ("length", "known", "limit", "min_length", "top_k")
-NUMBERS = ("temperature", "top_p", "min_p", "penalty")
+NUMBERS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
+FLAGS = ("stops_at_eos", "biased", "done", "broken")
 
 
 def test_noise_is_splitmix64s() -> None:
@@ -59,6 +60,8 @@ class Slot:
     stops: bool
     stream: int
     tokens: list[int]
+    biases: dict[int, float] | None  # None: its tables are not used
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)
     done: bool = False
     broken: bool = False
     reported: int = 0
@@ -68,9 +71,10 @@ def empty_state() -> dict[str, Tensor]:
     """Full of what was there before."""
     whole = {name: torch.full((SLOTS,), 99) for name in (*WHOLE, "reported")}
     numbers = {name: torch.full((SLOTS,), 9.0) for name in NUMBERS}
-    flags = {name: torch.ones(SLOTS, dtype=torch.bool) for name in ("stops_at_eos", "done", "broken")}
-    tokens = {"tokens": torch.full((SLOTS, CAPACITY), 77), "noise": torch.zeros(SLOTS, CAPACITY, dtype=torch.int32)}
-    return {**whole, **numbers, **flags, **tokens}
+    flags = {name: torch.ones(SLOTS, dtype=torch.bool) for name in FLAGS}
+    tokens = {"tokens": torch.full((SLOTS, CAPACITY), 7), "noise": torch.zeros(SLOTS, CAPACITY, dtype=torch.int32)}
+    counts = torch.full((SLOTS, VOCAB), 55, dtype=torch.int32)
+    return {**whole, **numbers, **flags, **tokens, "bias": torch.full((SLOTS, VOCAB), 5.0), "counts": counts}
 
 
 def call(state: dict[str, Tensor], name: str, given: dict[str, Tensor], **numbers: int) -> dict[str, Tensor]:
@@ -89,18 +93,27 @@ def request(rng: random.Random) -> Slot:
     length = rng.randint(1, 4)
     known = rng.randint(length, WIDTH)
     whole = [length, known, rng.randint(known + 1, CAPACITY), rng.randint(1, 9), rng.randint(1, 50)]
-    numbers = [rng.random() for _ in range(4)]
-    return Slot(whole, numbers, rng.random() < 0.7, rng.getrandbits(64), [rng.randrange(9) for _ in range(known)])
+    numbers = [rng.random() for _ in NUMBERS]
+    biases = {token: rng.random() for token in rng.sample(range(VOCAB), rng.randint(0, 4))}
+    tokens = [rng.randrange(VOCAB) for _ in range(known)]
+    used = biases if rng.random() < 0.5 else None
+    return Slot(whole, numbers, rng.random() < 0.7, rng.getrandbits(64), tokens, used)
 
 
 def admit(state: dict[str, Tensor], lanes: Tensor, made: list[Slot]) -> None:
     streams = np.array([slot.stream for slot in made], np.uint64).view(np.int64)
     lengths = [len(slot.tokens) for slot in made]
     begins = [sum(lengths[:i]) for i in range(len(made))]
+    biases = [list((slot.biases or {}).items()) for slot in made]
+    places = [(sum(map(len, biases[:i])), len(its)) for i, its in enumerate(biases)]
     given = {
-        "whole": torch.tensor([[*slot.whole, begin] for slot, begin in zip(made, begins, strict=True)]),
+        "whole": torch.tensor(
+            [[*s.whole, begin, *place] for s, begin, place in zip(made, begins, places, strict=True)]
+        ),
         "numbers": torch.tensor([slot.numbers for slot in made]),
-        "flags": torch.tensor([slot.stops for slot in made]),
+        "flags": torch.tensor([[slot.stops, slot.biases is not None] for slot in made]),
+        "biased_tokens": torch.tensor([token for its in biases for token, _ in its], dtype=torch.int32),
+        "biases": torch.tensor([bias for its in biases for _, bias in its]),
         "stream": torch.from_numpy(streams),
         "given": torch.tensor([token for slot in made for token in slot.tokens], dtype=torch.int32),
     }
@@ -129,7 +142,7 @@ def test_slots_beside_a_model_of_them() -> None:
 
 def step(state: dict[str, Tensor], slots: dict[int, Slot], rng: random.Random) -> None:
     lanes = rng.sample(sorted(slots), rng.randint(1, len(slots)))
-    token = [rng.randrange(9) for _ in lanes]
+    token = [rng.randrange(VOCAB) for _ in lanes]
     logit = [rng.choice([1.0, 1.0, 1.0, float("nan")]) for _ in lanes]
     given = {"token": torch.tensor(token), "logit": torch.tensor(logit), "lanes": torch.tensor(lanes)}
     call(state, "append_token", given, eos=EOS)
@@ -141,6 +154,7 @@ def step(state: dict[str, Tensor], slots: dict[int, Slot], rng: random.Random) -
         if length >= known:
             slot.tokens.append(drawn)
         slot.whole[0] = length + 1
+        slot.counts[slot.tokens[length]] = slot.counts.get(slot.tokens[length], 0) + 1
         slot.broken |= score != score
         slot.done = (slot.tokens[length] == EOS and slot.stops) or length + 1 >= limit
 
@@ -167,6 +181,10 @@ def compare(state: dict[str, Tensor], at: int, slot: Slot) -> None:
     assert held(NUMBERS) == pytest.approx(slot.numbers)
     assert held(("stops_at_eos", "done", "broken", "reported")) == [slot.stops, slot.done, slot.broken, slot.reported]
     assert state["tokens"][at, : len(slot.tokens)].tolist() == slot.tokens
+    assert state["biased"][at].item() == (slot.biases is not None)
+    if slot.biases is not None:
+        assert state["bias"][at].tolist() == pytest.approx([slot.biases.get(token, 0.0) for token in range(VOCAB)])
+        assert state["counts"][at].tolist() == [slot.counts.get(token, 0) for token in range(VOCAB)]
     assert np.array_equal(state["noise"][at : at + 1].numpy(), noise_keys(np.array([slot.stream], np.uint64), CAPACITY))
 
 

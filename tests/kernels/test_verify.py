@@ -44,6 +44,8 @@ def test_a_wrong_choice_is_named() -> None:
 
 
 def test_a_wrong_count_is_named() -> None:
-    trial = Trial(find("append_token"), "fp32", {"rows": 3, "slots": 5, "capacity": 20}, seed=4, device="cpu")
-    tokens, length, done, broken = computed(trial)
-    assert trial.fault([tokens, length + 1, done, broken]) == "length differs"
+    trial = Trial(
+        find("append_token"), "fp32", {"rows": 3, "slots": 5, "capacity": 20, "vocab": 30}, seed=4, device="cpu"
+    )
+    tokens, length, done, broken, counts = computed(trial)
+    assert trial.fault([tokens, length + 1, done, broken, counts]) == "length differs"

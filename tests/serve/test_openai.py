@@ -162,6 +162,21 @@ def test_models(live: Live, client: openai.OpenAI) -> None:
         client.models.retrieve("gpt-5")
 
 
+def test_penalties_and_biases(live: Live, client: openai.OpenAI, llm: LLM) -> None:
+    asked: dict[str, Any] = {"model": model(live), "prompt": "A frog", "max_tokens": 30, "temperature": 0}
+    plain = client.completions.create(**asked)
+    settings: dict[str, Any] = {"presence_penalty": 1.0, "frequency_penalty": 0.7}
+    found = client.completions.create(**asked, **settings, logit_bias={"262": -100, "11": 3})
+    (expected,) = llm.generate(
+        "A frog",
+        SamplingParams(temperature=0, top_p=1.0, max_tokens=30, logit_bias={262: -100.0, 11: 3.0}, **settings),
+    )
+    assert found.choices[0].text == expected.text != plain.choices[0].text
+    assert 262 not in expected.token_ids
+    favoured = client.completions.create(**asked, logit_bias={"464": 100})
+    assert favoured.choices[0].text == "The" * 30
+
+
 @pytest.mark.parametrize(
     ("named", "says"),
     [
@@ -177,6 +192,9 @@ def test_models(live: Live, client: openai.OpenAI) -> None:
         ({"prompt": "x", "extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream: true"),
         ({"prompt": "x", "extra_body": {"min_tokens": 30}}, "min_tokens"),
+        ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
+        ({"prompt": "x", "logit_bias": {"99999": 1}}, "token ids below"),
+        ({"prompt": "x", "logit_bias": {"5": 500}}, "logit_bias"),
     ],
 )
 def test_what_cannot_be_honoured(live: Live, client: openai.OpenAI, named: dict[str, Any], says: str) -> None:

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import Device, Dtype, RepetitionPenalty, Seed, Temperature, TopK, TopP
+from warpline.cli.common import (
+    Device,
+    Dtype,
+    FrequencyPenalty,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError
 from warpline.hardware import wake_gpu
@@ -39,6 +49,8 @@ def generate(
     top_p: TopP = _SAMPLING.top_p,
     min_p: Annotated[float, typer.Option(help="Keep tokens this likely relative to the likeliest.")] = _SAMPLING.min_p,
     repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty,
+    presence_penalty: PresencePenalty = _SAMPLING.presence_penalty,
+    frequency_penalty: FrequencyPenalty = _SAMPLING.frequency_penalty,
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; can be repeated.")] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of completions.")] = _SAMPLING.n,
@@ -61,6 +73,8 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         seed=seed,
         stop=stop or (),
         n=n,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from warpline.cli.common import Device, Dtype
-from warpline.config import EngineConfig, SamplingParams
+from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
 
@@ -84,7 +84,7 @@ def serve(
         from warpline.engine.llm import LLM
 
         llm = LLM(model, device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
-        llm.generate([0], SamplingParams(max_tokens=2))  # compiles what is not, and takes the memory
+        llm.warm_up()
         return llm
 
     run.serve(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpline.config import SamplingParams
+from warpline.config import MOST_BIASES, SamplingParams
 from warpline.engine.request import Request
 from warpline.kernels.driver import upload
 from warpline.kernels.noise import noise_keys
@@ -39,14 +39,18 @@ class Admission:
         #: In the order in which the op `admit` takes them.
         self.tensors = (
             room(torch.int64, rows).fill_(-1),  # lanes, -1 where there is no sequence
-            room(torch.int64, rows, 6),  # whole: length, known, limit, min_length, top_k, begin of its tokens
-            room(torch.float32, rows, 4),  # numbers: temperature, top_p, min_p, penalty
-            room(torch.bool, rows),  # flags: stops_at_eos
+            # whole: length, known, limit, min_length, top_k, begin of its tokens, begin and number of its biases
+            room(torch.int64, rows, 8),
+            room(torch.float32, rows, 6),  # numbers: temperature, top_p, min_p, penalty, presence, frequency
+            room(torch.bool, rows, 2),  # flags: stops_at_eos, biased
             room(torch.int64, rows),  # stream: key of its randomness
             room(torch.int32, rows * capacity),  # given: prompts and forced tokens, one behind the other
+            room(torch.int32, rows * MOST_BIASES),  # biased_tokens, and
+            room(torch.float32, rows * MOST_BIASES),  # biases: what is added to their logits
         )
-        arrays = (tensor.numpy() for tensor in self.tensors)
-        self.lanes, self.whole, self.numbers, self.flags, self.stream, self.given = arrays
+        arrays = [tensor.numpy() for tensor in self.tensors]
+        self.lanes, self.whole, self.numbers, self.flags, self.stream, self.given, *biases = arrays
+        self.biased_tokens, self.biases = biases
         self.count = 0
 
     def fill(self, requests: Sequence[Request], vocab: int) -> None:
@@ -55,14 +59,17 @@ class Admission:
         begins = [*itertools.accumulate(map(len, given), initial=0)]
         params = {id(request.params): request.params for request in requests}  # often one for all
         settings = {key: _settings(its, vocab) for key, its in params.items()}
-        rows, numbers, flags, streams = [], [], [], []
+        rows, numbers, flags, streams, biased = [], [], [], [], 0
         for request, ids, begin in zip(requests, given, begins, strict=False):
-            least, top, stops, of_draws = settings[id(request.params)]
+            least, top, its_flags, of_draws, biases = settings[id(request.params)]
             length = len(request.prompt)
-            rows.append((length, len(ids), request.limit, length + least, top, begin))
+            rows.append((length, len(ids), request.limit, length + least, top, begin, biased, len(biases)))
             numbers.append(of_draws)
-            flags.append(stops)
+            flags.append(its_flags)
             streams.append(request.stream if of_draws[0] > 0 else 0)
+            if biases:
+                part = slice(biased, biased := biased + len(biases))
+                self.biased_tokens[part], self.biases[part] = zip(*biases, strict=True)
         self.whole[:n], self.numbers[:n], self.flags[:n] = rows, numbers, flags
         self.stream[:n] = np.array(streams, np.uint64).view(np.int64)
         np.concatenate(given, out=self.given[: begins[-1]], casting="same_kind")
@@ -73,6 +80,14 @@ class Admission:
         """Of each sequence."""
         return [self.given[begin : begin + known] for known, begin in self.whole[: self.count, [1, 5]].tolist()]
 
+    def adjusted(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Of each sequence that adjusts tokens: which it is, their ids, and what is added to their logits."""
+        found = []
+        for row in np.flatnonzero(self.flags[: self.count, 1]).tolist():
+            begin, count = self.whole[row, 6:8].tolist()
+            found.append((row, self.biased_tokens[begin : begin + count], self.biases[begin : begin + count]))
+        return found
+
 
 def _given(request: Request) -> np.ndarray:
     ids = np.asarray(request.prompt, np.int64)
@@ -81,11 +96,16 @@ def _given(request: Request) -> np.ndarray:
     return np.concatenate((ids, np.asarray(request.forced[: request.limit - len(ids)], np.int64)))
 
 
-def _settings(params: SamplingParams, vocab: int) -> tuple[int, int, bool, tuple[float, ...]]:
-    """min_tokens, top_k, stops_at_eos, and the numbers of a draw."""
+def _settings(
+    params: SamplingParams, vocab: int
+) -> tuple[int, int, tuple[bool, bool], tuple[float, ...], tuple[tuple[int, float], ...]]:
+    """min_tokens, top_k, flags, the numbers of a draw, and biases."""
     top = params.top_k if 0 < params.top_k < vocab else ALL_TOKENS
-    numbers = params.temperature, params.top_p, params.min_p, params.repetition_penalty
-    return params.min_tokens, top, not params.ignore_eos, numbers
+    numbers = (
+        params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.presence_penalty,
+        params.frequency_penalty,
+    )  # fmt: skip
+    return params.min_tokens, top, (not params.ignore_eos, params.adjusts_tokens), numbers, params.biases
 
 
 class Logprobs(NamedTuple):
@@ -175,6 +195,7 @@ class Crossing(ABC):
     def __init__(self, slots: Slots):
         self._tokens, self._noise, self._fault = slots.tokens, slots.noise, slots.fault
         self._whole, self._numbers, self._flags = slots.whole, slots.numbers, slots.flags
+        self._bias, self._counts = slots.bias, slots.counts
         self._length, self._reported, self._done, self._broken = slots.length, slots.reported, slots.done, slots.broken
         self._device, self._parking, self._vocab = slots.device, slots.parking, slots.config.vocab_size
         self._pinned, self._rows = slots.device.type == "cuda", slots.count + 1
@@ -228,10 +249,14 @@ class HostCrossing(Crossing):
         brought = admission.whole[:n].T
         whole[:-1, slots], whole[-1, slots] = brought[:5], brought[0]
         numbers[:, slots] = admission.numbers[:n].T
-        flags[0, slots], flags[1:, slots] = admission.flags[:n], False
+        flags[:2, slots], flags[2:, slots] = admission.flags[:n].T, False
         tokens, noise = self._tokens.numpy(), self._noise.numpy()
         for slot, ids in zip(slots, admission.tokens(), strict=True):
             tokens[slot, : len(ids)] = ids
+        bias, counts = self._bias.numpy(), self._counts.numpy()
+        for which, chosen, added in admission.adjusted():
+            bias[slots[which]] = counts[slots[which]] = 0
+            bias[slots[which], chosen] = added
         drawn = np.flatnonzero(admission.numbers[:n, 0] > 0)
         if len(drawn):
             count = min(int(brought[2, drawn].max()), noise.shape[1])
@@ -262,7 +287,11 @@ class TorchCrossing(Crossing):
         self._reported[index] = self._length[index]
         self._numbers[:, index] = self._sent(admission.numbers[:n].T)
         self._flags[:, index] = False
-        self._flags[0, index] = self._sent(admission.flags[:n])
+        self._flags[:2, index] = self._sent(admission.flags[:n].T)
+        for which, chosen, added in admission.adjusted():
+            slot = slots[which]
+            self._bias[slot], self._counts[slot] = 0, 0
+            self._bias[slot, self._sent(chosen).long()] = self._sent(added)
         padded = np.zeros((n, width), np.int64)
         for row, ids in zip(padded, given, strict=True):
             row[: len(ids)] = ids
@@ -305,8 +334,9 @@ class KernelCrossing(Crossing):
 
     def _admit(self, slots: Sequence[int], admission: Admission) -> None:
         if self._launch is None:
-            updated = [*self._whole[:-1], *self._numbers, *self._flags, self._reported, self._tokens, self._noise]
-            self._launch = _bound("admit", [*admission.tensors, *updated])
+            records = [*self._whole[:-1], *self._numbers, *self._flags, self._reported]
+            tables = [self._bias, self._counts, self._tokens, self._noise]
+            self._launch = _bound("admit", [*admission.tensors, *records, *tables])
         self._launch()
         self._staging.used()
 

@@ -125,6 +125,11 @@ class Engine:
                     self._slots = None
                     return
 
+    def prepare(self) -> None:
+        """Have everything ready that requests may need."""
+        with self._lead, self._on_stream(), self.executor.on_device():
+            self.executor.prepare_all(self._allocated())
+
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""

@@ -17,12 +17,14 @@ from warpline import hardware
 from warpline.config import EngineConfig, ModelConfig, SamplingParams
 from warpline.engine import executors
 from warpline.engine.check.score import Score
-from warpline.engine.engine import Engine, Job
+from warpline.engine.device import dtype_of, numbered, torch_device
+from warpline.engine.engine import Engine
 from warpline.engine.handle import Handle, Worker
+from warpline.engine.job import Job
 from warpline.engine.prefix import share_prefixes
 from warpline.engine.request import Request
 from warpline.engine.text import Completion, Text, Texts, Timings, TokenLogprob, watched
-from warpline.errors import ConfigError, DeviceError, one_of
+from warpline.errors import ConfigError, one_of
 from warpline.model import cost, weights
 from warpline.model.builtin import DEFAULT
 from warpline.model.tokenizer import END_OF_TEXT
@@ -69,15 +71,15 @@ class LLM:
             device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads
         )
         one_of(asked.executor, executors.EXECUTORS, "executor")
-        torch_device = _torch_device(asked.device)
+        chosen_device = torch_device(asked.device)
         if asked.threads is not None:
             torch.set_num_threads(asked.threads)
         config = weights.read_config(model)
-        found = _dtype(asked.dtype, hardware.describe(str(torch_device)), weights.stored_dtype(model))
-        chosen = executors.choose(asked.executor, torch_device, config, found)
-        executors.begin(chosen, config, torch_device, found)
-        loaded = weights.load(model, dtype=found, device=str(torch_device))
-        self._assemble(model, loaded, torch_device, found, chosen, asked)
+        found = dtype_of(asked.dtype, hardware.describe(str(chosen_device)), weights.stored_dtype(model))
+        chosen = executors.choose(asked.executor, chosen_device, config, found)
+        executors.begin(chosen, config, chosen_device, found)
+        loaded = weights.load(model, dtype=found, device=str(chosen_device))
+        self._assemble(model, loaded, chosen_device, found, chosen, asked)
 
     @classmethod
     def of(
@@ -91,7 +93,7 @@ class LLM:
         window: int | None = None,
     ) -> LLM:
         """One over weights that are loaded already."""
-        made, device = cls.__new__(cls), _numbered(device)
+        made, device = cls.__new__(cls), numbered(device)
         chosen = executors.choose(executor, device, loaded.config, dtype)
         made._assemble(loaded.name, loaded, device, dtype, chosen, EngineConfig(max_batch=max_batch, window=window))
         return made
@@ -113,6 +115,12 @@ class LLM:
         self.max_batch = self.engine.count
         self._worker = Worker(self.engine)
         self._seeds = random.Random()  # seeded by the system; for requests without a seed
+
+    def warm_up(self) -> None:
+        """Take memory, compile and capture now, so that no request waits for it. A server calls this before it takes
+        requests; where every size is new to a GPU it takes tens of seconds, else a few."""
+        self.engine.prepare()
+        self.generate([0], SamplingParams(max_tokens=2))
 
     def close(self) -> None:
         """Give the memory back; what is under way is finished first."""
@@ -224,6 +232,8 @@ class LLM:
         short: list[tuple[int, int]] = []
         context = self.config.n_positions
         for prompt, ids, its in zip(prompts, many, params, strict=True):
+            if its.biases and its.biases[-1][0] >= self.config.vocab_size:  # they are in order
+                raise ConfigError(f"logit_bias has token id {its.biases[-1][0]}, outside of the model's vocabulary")
             limit = len(ids) + its.max_tokens
             if limit > context:
                 most = max(context, len(ids) + 1)  # one token needs no position
@@ -369,27 +379,3 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     if len(params) != count:
         raise ConfigError(f"{count} prompts came with {len(params)} SamplingParams: give one, or one for each")
     return list(params)
-
-
-def _torch_device(device: str) -> torch.device:
-    """With its number, so that all engines on a GPU know that they are."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    hardware.describe(device)  # refuses what is not there
-    return _numbered(torch.device(device))
-
-
-def _numbered(device: torch.device) -> torch.device:
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(asked: str, device: hardware.Device, stored: str | None) -> str:
-    if asked == "auto":
-        return "fp16" if device.kind == "cuda" else stored or "fp32"
-    if not device.supports(asked):
-        raise DeviceError(
-            f"{device.name} ({device.arch}) cannot compute in {asked}, which needs sm_80: use fp16 or fp32"
-        )
-    return asked

@@ -46,6 +46,7 @@ class Needs:
     """Which sampling stages some sequences use; known on the host, so that unused ones cost nothing."""
 
     penalty: bool = False
+    biased: bool = False  # logits of single tokens are raised or lowered, by what came before or by wish
     min_length: bool = False
     random: bool = False
     candidates: int = 0  # how many of the likeliest tokens top-k and top-p may have to look at; 0 if neither is used
@@ -55,17 +56,18 @@ class Needs:
     @property
     def likeliest(self) -> bool:
         """Whether every sequence takes its likeliest token, whatever came before."""
-        return not (self.penalty or self.random or self.min_length or self.logprobs is not None)
+        return not (self.filters or self.random or self.min_length or self.logprobs is not None)
 
     @property
     def filters(self) -> bool:
         """Whether some tokens are cut or penalised before the draw."""
-        return self.penalty or self.candidates > 0 or self.min_p
+        return self.penalty or self.biased or self.candidates > 0 or self.min_p
 
     def __or__(self, other: Needs) -> Needs:
         tops = [n.logprobs for n in (self, other) if n.logprobs is not None]
         return Needs(
             self.penalty or other.penalty,
+            self.biased or other.biased,
             self.min_length or other.min_length,
             self.random or other.random,
             max(self.candidates, other.candidates),
@@ -87,6 +89,7 @@ def needs_of(params: SamplingParams, vocab: int) -> Needs:
     cut = drawn and (params.top_k or params.top_p < 1)
     return Needs(
         penalty=params.repetition_penalty != 1,
+        biased=params.adjusts_tokens,
         min_length=params.min_tokens > 0,
         random=drawn,
         candidates=min(params.top_k or vocab, vocab) if cut else 0,

@@ -25,8 +25,8 @@ from warpline.model.gpt2 import KVCache
 
 #: The record of a slot: what there is one of for each. They are rows of one matrix per type.
 WHOLE = ("length", "known", "limit", "min_length", "top_k", "reported")
-NUMBERS = ("temperature", "top_p", "min_p", "penalty")
-FLAGS = ("stops_at_eos", "done", "broken")
+NUMBERS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
+FLAGS = ("stops_at_eos", "biased", "done", "broken")
 
 
 class Record:
@@ -42,7 +42,10 @@ class Record:
     top_p: Tensor
     min_p: Tensor
     penalty: Tensor
+    presence: Tensor
+    frequency: Tensor
     stops_at_eos: Tensor
+    biased: Tensor  # whether the slot's rows of `bias` and `counts` are used
     done: Tensor
     broken: Tensor
 
@@ -54,7 +57,8 @@ class Slots(Record):
     For every lane whose slot is not done, an executor's step takes the token at length - 1, stores its K and V at that
     position, and then, as `sampling.advance` does in torch: writes the next token at `length` (the one that stands
     there already while length < known), sets `broken` if the logits are not finite, fills the logprob buffers where
-    some sequence wants them, adds 1 to `length`, and sets `done` at the end of text (where stops_at_eos) or at `limit`.
+    some sequence wants them, adds 1 to `length` and, where `biased`, to the token's entry in `counts`, and sets `done`
+    at the end of text (where stops_at_eos) or at `limit`.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class Slots(Record):
         self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
         self.tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=device)
         self.noise = torch.zeros(rows, capacity, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(rows, config.vocab_size, device=device)  # added to logits
+        self.counts = torch.zeros(rows, config.vocab_size, dtype=torch.int32, device=device)  # of appended tokens
         self.whole = torch.zeros(len(WHOLE), rows, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(len(NUMBERS), rows, device=device)
         self.flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool, device=device)

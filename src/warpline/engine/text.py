@@ -15,7 +15,7 @@ from warpline.model import cost
 from warpline.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from warpline.engine.engine import Job
+    from warpline.engine.job import Job
 
 #: Texts from which on putting their bytes together at once is quicker than one by one.
 FEW_TEXTS = 4

@@ -70,8 +70,13 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("top_p", "const float*"),
     ("min_p", "const float*"),
     ("penalty", "const float*"),
+    ("presence", "const float*"),
+    ("frequency", "const float*"),
     ("noise", "const int*"),
     ("stops_at_eos", "const bool*"),
+    ("biased", "const bool*"),
+    ("bias", "const float*"),
+    ("counts", "int*"),
     ("done", "bool*"),
     ("broken", "bool*"),
     ("logits", "float*"),
@@ -117,7 +122,7 @@ class Extents:
     blocks: int  # one to a multiprocessor
     arch: str
     logits: bool = False  # leave logits behind instead of choosing tokens
-    filters: bool = False  # know top-k, top-p, min-p and a repetition penalty
+    filters: bool = False  # know top-k, top-p, min-p, penalties and biases
     observed: bool = False  # keep what blocks exchange, layer by layer
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best

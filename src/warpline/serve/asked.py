@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,9 @@ from warpline.serve.pieces import Itemised, Maker, Plain, Stopped
 if TYPE_CHECKING:
     from warpline.serve.generation import Generation
     from warpline.serve.state import State
+
+#: Of requests that bring none; seeded by the system.
+_SEEDS = random.Random()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class Asked:
         """A job for each completion, and one for each prompt whose tokens are to be scored."""
         choices, scorers = [], []
         for number, (ids, params) in enumerate(zip(self.ids, self.params, strict=True)):
-            seed = secrets.randbits(32) if params.seed is None else params.seed
+            seed = _SEEDS.getrandbits(32) if params.seed is None else params.seed
             for sample in range(self.n):
                 choices.append(self._choice(answer, state, number, seed, sample, ids, params))
             if self.echoes and self.logprobs is not None:

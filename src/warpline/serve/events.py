@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -15,6 +15,8 @@ from warpline.serve.pieces import Table, quoted
 #: What JSON has instead of minus infinity.
 NEVER = -9999.0
 DONE = b"data: [DONE]\n\n"
+#: Names of answers need to be different, not secret.
+_IDS = random.Random()
 
 #: A token, its log-probability (None for the first of a text), and the likeliest at its place.
 Scored = tuple[int, float | None, list[tuple[int, float]]]
@@ -43,7 +45,7 @@ class Style(ABC):
     closing: bytes
 
     def __init__(self, model: str, *, usage: bool = False):
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.id = f"{self.prefix}-{_IDS.getrandbits(96):024x}"
         self.created, self.model = int(time.time()), model
         shared = f'"id":"{self.id}","object":"{self.chunk}","created":{self.created},"model":"'
         self._head = b"data: {" + shared.encode() + quoted(model) + b'","choices":['

@@ -12,9 +12,10 @@ from warpline.serve.protocol import ChatRequest, CompletionRequest, Sampling, st
 #: OpenAI's defaults, where they differ from the library's.
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0}
 DEFAULT_MAX_TOKENS = 16
-#: Settings of OpenAI's that `SamplingParams` may not have.
-_PENALTIES = ("presence_penalty", "frequency_penalty")
-_SAME = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", *_PENALTIES)
+_SAME = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+    "ignore_eos",
+)  # fmt: skip
 
 
 def params_of(
@@ -25,7 +26,7 @@ def params_of(
     named: dict[str, Any] = {**DEFAULTS, "max_tokens": max(1, min(most, room)), "logprobs": logprobs}
     for name in _SAME:
         value = getattr(asked, name)
-        if value is not None and (name not in _PENALTIES or value or _known(name)):
+        if value is not None:
             named[name] = value
     if asked.top_k is not None:
         named["top_k"] = max(0, asked.top_k)  # some clients say -1 for all
@@ -34,9 +35,6 @@ def params_of(
     if asked.logit_bias:
         named["logit_bias"] = {_token_id(key, vocab): value for key, value in asked.logit_bias.items()}
     named["stop"] = stops_of(asked.stop) + stops
-    for name in (*_PENALTIES, "logit_bias"):
-        if name in named and not _known(name):
-            raise bad(f"{name} is not supported by this server: leave it out", name, "unsupported")
     if named.get("min_tokens", 0) > named["max_tokens"]:
         raise bad(
             f"min_tokens {named['min_tokens']} exceeds the {named['max_tokens']} tokens there can be", "min_tokens"
@@ -58,10 +56,6 @@ def _max_tokens(asked: Sampling, room: int) -> int:
 def wants_nothing(asked: Sampling) -> bool:
     """Whether not a single token is asked for: a prompt is to be scored, or echoed."""
     return _max_tokens(asked, 1) == 0
-
-
-def _known(name: str) -> bool:
-    return name in SamplingParams.__dataclass_fields__
 
 
 def _token_id(key: str, vocab: int) -> int:

@@ -70,6 +70,12 @@ class AutoExecutor(Executor):
         if self._persistent is not None and len(lanes) <= self._most:
             self._persistent.compile_ahead(slots, lanes)
 
+    def prepare_all(self, slots: Slots) -> None:
+        """Of both, for as many lanes as each would decode."""
+        if self._persistent is not None:
+            self._persistent.prepare_all(slots)
+        self._graph.prepare_all(slots, beyond=self._most)
+
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
         self._graph._prefill(slots, spans)
 

@@ -87,6 +87,9 @@ class Executor(ABC):
     def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:  # noqa: B027 - most have nothing to compile
         """Begin to compile what decodes these lanes, while their prompts are run."""
 
+    def prepare_all(self, slots: Slots) -> None:  # noqa: B027 - most have nothing to prepare
+        """Compile, bind and capture what any number of these slots may need, so that no request waits for it."""
+
     def fault(self) -> DeviceError:
         """What a launch that had to end itself means, in one line."""
         return DeviceError("a launch made no progress and ended itself: try again")

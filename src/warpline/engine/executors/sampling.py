@@ -44,6 +44,8 @@ def advance(slots: Slots, lanes: Sequence[int], logits: Tensor, index: Tensor | 
     slots.broken[index] = rows.broken | (~raw.amax(dim=-1).isfinite() & ~done)
     length = length + ~done
     slots.length[index] = length
+    if rows.needs.biased:
+        slots.counts[index, token] += (rows.biased & ~done).int()
     ended = done | (length >= rows.limit)
     if (eos := slots.config.eos_token_id) is not None:
         ended |= (token == eos) & rows.stops_at_eos
@@ -71,7 +73,7 @@ def note_logprobs(
 
 
 def adjust(logits: Tensor, rows: Records) -> Tensor:
-    """Repetition penalty, and no end of text before its time. These act on greedy decoding as well."""
+    """Penalties, biases, and no end of text before its time. These act on greedy decoding as well."""
     (count, vocab), slots, eos = logits.shape, rows.slots, rows.slots.config.eos_token_id
     if rows.needs.penalty:
         ids = slots.tokens[rows.index]
@@ -79,6 +81,10 @@ def adjust(logits: Tensor, rows: Records) -> Tensor:
         seen = torch.zeros(count, vocab + 1, dtype=torch.bool, device=logits.device).scatter_(1, ids, True)[:, :vocab]
         penalty = rows.penalty[:, None]
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if rows.needs.biased:
+        counts = slots.counts[rows.index]
+        lowered = rows.frequency[:, None] * counts + rows.presence[:, None] * (counts > 0)
+        logits = torch.where(rows.biased[:, None], logits + (slots.bias[rows.index] - lowered), logits)
     if rows.needs.min_length and eos is not None:
         early = (rows.length < rows.min_length) & rows.stops_at_eos
         logits = logits.clone()

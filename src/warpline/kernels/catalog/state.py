@@ -57,22 +57,26 @@ def _append(
     known: Tensor,
     limit: Tensor,
     stops_at_eos: Tensor,
+    biased: Tensor,
     tokens: Tensor,
     length: Tensor,
     done: Tensor,
     broken: Tensor,
+    counts: Tensor,
     eos: int,
 ) -> tuple[Tensor, ...]:
     import torch
 
-    tokens, before, was_done = tokens.clone(), length[lanes], done[lanes]
+    tokens, counts, before, was_done = tokens.clone(), counts.clone(), length[lanes], done[lanes]
     at = before.clamp(max=tokens.shape[1] - 1)  # a slot that is done may be full
     chosen = torch.where(was_done | (before < known[lanes]), tokens[lanes, at], token)
     tokens[lanes, at] = chosen
+    counts[lanes, chosen] += (biased[lanes] & ~was_done).int()
     grown = before + ~was_done
     ended = was_done | ((chosen == eos) & stops_at_eos[lanes]) | (grown >= limit[lanes])
     odd = broken[lanes] | (~logit.isfinite() & ~was_done)
-    return tokens, *(t.index_put((lanes,), new) for t, new in ((length, grown), (done, ended), (broken, odd)))
+    records = (t.index_put((lanes,), new) for t, new in ((length, grown), (done, ended), (broken, odd)))
+    return tokens, *records, counts
 
 
 APPEND_TOKEN = KernelSpec(
@@ -80,18 +84,21 @@ APPEND_TOKEN = KernelSpec(
     summary="the end of a step: tokens, lengths, and which sequences are done",
     header="ops/append_token.cuh",
     arguments=(
-        reads("token", "rows", index_into("capacity")),
+        reads("token", "rows", index_into("vocab")),
         reads("logit", "rows"),
         reads("lanes", "rows", _LANES),
         reads("known", "slots", index_into("capacity"), touched="rows"),
         reads("limit", "slots", count_of("capacity"), touched="rows"),
         reads("stops_at_eos", "slots", FLAG, touched="rows"),
-        updates("tokens", "slots capacity", index_into("capacity"), touched="rows 1"),
+        reads("biased", "slots", FLAG, touched="rows"),
+        updates("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
         updates("length", "slots", index_into("capacity"), touched="rows"),
         updates("done", "slots", FLAG, touched="rows"),
         updates("broken", "slots", FLAG, touched="rows"),
+        updates("counts", "slots vocab", BITS, touched="rows"),
         Scalar("rows"),
         Scalar("capacity"),
+        Scalar("vocab"),
         Scalar("eos", -1),
     ),
     tunables={"block": (256, 32)},
@@ -100,8 +107,8 @@ APPEND_TOKEN = KernelSpec(
     flops=lambda dims: dims["rows"],
     reference=_append,
     dtypes=("fp32",),
-    test_dims=tuple(_slots(rows, 20) for rows in (1, 2, 3, 9, 300)),
-    bench_dims=(_slots(1, 1024), _slots(256, 1024)),
+    test_dims=tuple(_slots(rows, 20, vocab=30) for rows in (1, 2, 3, 9, 300)),
+    bench_dims=(_slots(1, 1024, vocab=50257), _slots(256, 1024, vocab=50257)),
 )
 
 
@@ -112,20 +119,31 @@ def _admit(
     flags: Tensor,
     stream: Tensor,
     given: Tensor,
+    biased_tokens: Tensor,
+    biases: Tensor,
     *state: Tensor,
 ) -> tuple[Tensor, ...]:
     import torch
 
-    *records, tokens, noise = (t.clone() for t in state)
+    *records, bias, counts, tokens, noise = (t.clone() for t in state)
     lanes, whole, numbers, flags, stream = (t[lanes >= 0] for t in (lanes, whole, numbers, flags, stream))
-    no = torch.zeros_like(flags)
-    brought = (*whole[:, :5].unbind(1), *numbers.unbind(1), flags, no, no, whole[:, 0])
+    no = torch.zeros_like(flags[:, 0])
+    brought = (*whole[:, :5].unbind(1), *numbers.unbind(1), *flags.unbind(1), no, no, whole[:, 0])
     for record, values in zip(records, brought, strict=True):
         record[lanes] = values.to(record.dtype)
     for slot, known, begin in zip(lanes.tolist(), *whole[:, [1, 5]].T.tolist(), strict=True):
         tokens[slot, :known] = given[begin : begin + known]
+    used = flags[:, 1]
+    for slot, begin, count in zip(lanes[used].tolist(), *whole[used][:, 6:].T.tolist(), strict=True):
+        bias[slot], counts[slot] = 0, 0
+        bias[slot, biased_tokens[begin : begin + count].long()] = biases[begin : begin + count].to(bias.dtype)
     noise[lanes] = splitmix(stream[:, None], torch.arange(noise.shape[1], device=stream.device)).to(torch.int32)
-    return *records, tokens, noise
+    return *records, bias, counts, tokens, noise
+
+
+def _admission(rows: int, capacity: int, each: int, vocab: int = 50257, biases: int = 16) -> Dims:
+    """Requests with up to so many tokens and biases."""
+    return _slots(rows, capacity, given=rows * each, vocab=vocab, biases=rows * biases)
 
 
 def _brought(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
@@ -133,9 +151,20 @@ def _brought(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
     import torch
 
     most = dims["given"] // dims["rows"]
-    whole = torch.randint(1, most + 1, (dims["rows"], 6), generator=generator)
+    whole = torch.randint(1, most + 1, (dims["rows"], 8), generator=generator)
     whole[:, 5] = whole[:, 1].cumsum(0) - whole[:, 1]
+    each = dims["biases"] // dims["rows"]
+    whole[:, 6] = each * torch.arange(dims["rows"])
+    whole[:, 7] = torch.randint(each + 1, (dims["rows"],), generator=generator)
     return whole
+
+
+def _different(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
+    """Tokens of which no request has one twice."""
+    import torch
+
+    each = dims["biases"] // dims["rows"]
+    return torch.cat([torch.randperm(dims["vocab"], generator=generator)[:each] for _ in range(dims["rows"])]).int()
 
 
 ADMIT = KernelSpec(
@@ -144,22 +173,31 @@ ADMIT = KernelSpec(
     header="ops/admit.cuh",
     arguments=(
         pinned(reads("lanes", "rows", _MAYBE_LANES)),
-        # length, known, limit, min_length, top_k, begin
-        pinned(reads("whole", "rows 6", Values("int64", made=_brought))),
-        pinned(reads("numbers", "rows 4", FLOAT)),  # temperature, top_p, min_p, penalty
-        pinned(reads("flags", "rows", FLAG)),  # stops_at_eos
+        # length, known, limit, min_length, top_k, begin, begin and number of biases
+        pinned(reads("whole", "rows 8", Values("int64", made=_brought))),
+        pinned(reads("numbers", "rows 6", FLOAT)),  # temperature, top_p, min_p, penalty, presence, frequency
+        pinned(reads("flags", "rows 2", FLAG)),  # stops_at_eos, biased
         pinned(reads("stream", "rows", LONG_BITS)),
         pinned(reads("given", "given", BITS)),
+        # Of few rows: most have none, and then their slots' rows of both tables are left as they are.
+        pinned(reads("biased_tokens", "biases", Values("int32", made=_different), touched="rows")),
+        pinned(reads("biases", "biases", FLOAT, touched="rows")),
         *(
             updates(name, "slots", LONG_BITS, touched="rows")
             for name in ("length", "known", "limit", "min_length", "top_k")
         ),
-        *(updates(name, "slots", FLOAT, touched="rows") for name in ("temperature", "top_p", "min_p", "penalty")),
-        *(updates(name, "slots", FLAG, touched="rows") for name in ("stops_at_eos", "done", "broken")),
+        *(
+            updates(name, "slots", FLOAT, touched="rows")
+            for name in ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
+        ),
+        *(updates(name, "slots", FLAG, touched="rows") for name in ("stops_at_eos", "biased", "done", "broken")),
         updates("reported", "slots", LONG_BITS, touched="rows"),
+        updates("bias", "slots vocab", FLOAT, touched="rows"),
+        updates("counts", "slots vocab", BITS, touched="rows"),
         updates("tokens", "slots capacity", LONG_BITS, touched="given"),
         updates("noise", "slots capacity", BITS, touched="rows capacity"),
         Scalar("capacity"),
+        Scalar("vocab"),
     ),
     tunables={"block": (256, 128, 1024)},
     default=lambda _dims, _dtype, _arch: {"block": 256},
@@ -168,10 +206,10 @@ ADMIT = KernelSpec(
     reference=_admit,
     dtypes=("fp32",),
     test_dims=(
-        *(_slots(rows, 20, given=12 * rows) for rows in (1, 2, 3, 9, 300)),
-        *(_slots(4, 1024, given=4 * most) for most in (1, 257, 1024)),
+        *(_admission(rows, 20, 12, vocab=31, biases=5) for rows in (1, 2, 3, 9, 300)),
+        *(_admission(4, 1024, most, vocab=1030, biases=1024) for most in (1, 257, 1024)),
     ),
-    bench_dims=(_slots(1, 1024, given=128), _slots(64, 1024, given=64 * 128)),
+    bench_dims=(_admission(1, 1024, 128), _admission(64, 1024, 128)),
 )
 
 

@@ -92,28 +92,39 @@ def _below(x: Number) -> Number:
 
 
 @njit(**INNER)
+def penalise(scores: np.ndarray, past: np.ndarray, seen: np.ndarray, penalty: Number) -> None:
+    """The repetition penalty, for each token of the past once. `seen` is as long as `scores`, and zero."""
+    if penalty == 1:
+        return
+    for token in past:
+        if seen[token] == 0:
+            seen[token] = 1
+            value = scores[token]
+            scores[token] = value / penalty if value > 0 else value * penalty
+    for token in past:
+        seen[token] = 0
+
+
+@njit(**INNER)
+def adjust(scores: np.ndarray, bias: np.ndarray, counts: np.ndarray, presence: Number, frequency: Number) -> None:
+    """Biases, and what a token loses that the text has had: once, and for each time."""
+    for i in range(len(scores)):
+        lowered = frequency * np.float32(counts[i]) + (presence if counts[i] > 0 else np.float32(0))
+        scores[i] += bias[i] - lowered
+
+
+@njit(**INNER)
 def choose(
     scores: np.ndarray,
     noisy: np.ndarray,
-    past: np.ndarray,
-    seen: np.ndarray,
     banned: int,
     temperature: Number,
     top_k: int,
     top_p: Number,
     min_p: Number,
-    penalty: Number,
     key: int,
 ) -> int:
-    """The token. `scores` are the logits, which are changed; `noisy` is as long, `seen` too, and zero."""
-    if penalty != 1:
-        for token in past:
-            if seen[token] == 0:
-                seen[token] = 1
-                value = scores[token]
-                scores[token] = value / penalty if value > 0 else value * penalty
-        for token in past:
-            seen[token] = 0
+    """The token. `scores` are the logits, which are changed; `noisy` is as long."""
     if banned >= 0:
         scores[banned] = _LOWEST
     if temperature <= 0:

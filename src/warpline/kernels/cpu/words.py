@@ -57,8 +57,13 @@ class Word(_Places):
     TOP_P = auto()
     MIN_P = auto()
     PENALTY = auto()
+    PRESENCE = auto()
+    FREQUENCY = auto()
     NOISE = auto()
     STOPS_AT_EOS = auto()
+    BIASED = auto()
+    BIAS = auto()
+    COUNTS = auto()
     DONE = auto()
     BROKEN = auto()
     # of words that the threads share

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from warpline.engine.executors.graph.bind import captured
-from warpline.engine.executors.graph.kernels import KernelsExecutor
-from warpline.engine.executors.graph.schedule import Step
+from warpline.engine.executors.graph.kernels import KernelsExecutor, rounded_positions
+from warpline.engine.executors.graph.schedule import Step, end_for
+from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.model.weights import Weights
 
@@ -31,6 +32,17 @@ class GraphExecutor(KernelsExecutor):
 
     def _rows(self, lanes: int) -> int:
         return next((n for n in LANES if n >= lanes), -(-lanes // LANES[-1]) * LANES[-1])
+
+    @torch.inference_mode()
+    def prepare_all(self, slots: Slots, *, beyond: int = 0) -> None:
+        """Steps of more than `beyond` lanes, for contexts of every length; and passes over prompts."""
+        sizes = sorted({self._rows(lanes) for lanes in range(beyond + 1, slots.count + 1)})
+        for rows in sizes:
+            table = slots.crossing.select([], rows)
+            for positions in sorted({rounded_positions(rows, n, slots.capacity) for n in range(1, slots.capacity + 1)}):
+                for end in {end_for(rows, likeliest=likeliest) for likeliest in (False, True)}:
+                    self._step(slots, table, end, positions)
+        self.prompts.prepare_all(slots)
 
     def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], object]:
         """Captured without a trial, which would change the slots; all kernels are loaded by then."""

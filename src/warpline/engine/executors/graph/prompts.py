@@ -48,6 +48,8 @@ Launch = Callable[[], object]
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 #: And as many sequences as the next of these; behind them, multiples of the last.
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+#: Tokens of the prompts for which passes over several are prepared.
+PREPARED_PROMPTS = (8, 32)
 #: Rows, of all passes together, whose memory is kept for the next time: some 20 KB each for gpt2.
 MOST_KEPT = 1 << 16
 #: Launches in a pass's first graph, and how much larger each graph is than the one before. A graph whose kernels
@@ -105,6 +107,15 @@ class Prompts:
             done = slots.done[slots.crossing.select(lanes, len(lanes))]
             found.run()
             note_logprobs(slots, lanes, found.logits[: len(lanes)], done)
+
+    def prepare_all(self, slots: Slots) -> None:
+        """Passes over one prompt of up to `ROWS[-1]` tokens, and over several short ones."""
+        shapes = [(rows, 1) for rows in ROWS if rows <= rounded_rows(slots.capacity)]
+        counts = [n for n in SEQUENCES[1:] if n <= rounded_sequences(slots.count)]
+        shapes += [(rounded_rows(count * each), count) for count in counts for each in PREPARED_PROMPTS]
+        for rows, count in dict.fromkeys(shapes):
+            for end in {end_for(count, likeliest=likeliest) for likeliest in (False, True)}:
+                self._pass(slots, (rows, count, end)).capture()
 
     def _pass(self, slots: Slots, key: tuple[int, int, End]) -> Pass:
         passes = self._passes.setdefault(slots, {})
@@ -218,10 +229,15 @@ class Pass:
     def _begin(self) -> None:
         self._runs += 1
         if self._runs == 2 and self._device.type == "cuda":
-            self._replays = [captured(part, self._device).replay for part in growing(self._launches)]
+            self.capture()
             return
         for call in self._launches:
             call()
+
+    def capture(self) -> None:
+        """Have it ready for replay."""
+        if not self._replays:
+            self._replays = [captured(part, self._device).replay for part in growing(self._launches)]
 
 
 @functools.lru_cache(maxsize=2048)

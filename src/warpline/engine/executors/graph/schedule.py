@@ -23,9 +23,10 @@ from warpline.model.weights import Weights
 
 #: What `sample` and `append_token` read of slots, in their order; together, what any step needs of them.
 SAMPLED_BY = (
-    "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
+    "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "presence", "frequency",
+    "min_length", "stops_at_eos", "biased", "bias", "counts",
 )  # fmt: skip
-ENDED_BY = ("known", "limit", "stops_at_eos", "tokens", "length", "done", "broken")
+ENDED_BY = ("known", "limit", "stops_at_eos", "biased", "tokens", "length", "done", "broken", "counts")
 STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
 
 

@@ -24,7 +24,7 @@ from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError, DeviceError
 from warpline.kernels import persistent
-from warpline.kernels.compile import Binary, compile_one
+from warpline.kernels.compile import Binary, compile_many, compile_one
 from warpline.kernels.launch import arch_of
 from warpline.kernels.spec import THREADS_PER_WARP
 from warpline.model.weights import Weights
@@ -114,6 +114,15 @@ class PersistentExecutor(Executor):
             with self._compiling:
                 if decoder.compiled is None:
                     decoder.compiled = self._compiler.submit(compile_one, decoder.program, self.extents.arch)
+
+    def prepare_all(self, slots: Slots) -> None:
+        """With filters and without, for every power of two."""
+        most = min(slots.count, self.extents.most_rows)
+        rows = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i <= self.extents.most_rows]
+        decoders = [self._with(count, filters=filters) for count in rows for filters in (False, True)]
+        compile_many([(decoder.program, self.extents.arch) for decoder in decoders])
+        for decoder in decoders:
+            self._loaded(decoder)
 
     def _loaded(self, decoder: _Decoder) -> persistent.DecodeKernel:
         if decoder.kernel is None:

@@ -18,19 +18,23 @@ __device__ __forceinline__ int noise_key(unsigned long long stream, int at) {
     return static_cast<int>(z ^ z >> 31);
 }
 
-// `whole` has of each request length, known, limit, min_length, top_k and where its tokens begin in `given`, `numbers`
-// temperature, top_p, min_p and penalty.
+// `whole` has of each request length, known, limit, min_length, top_k, where its tokens begin in `given`, and where its biases
+// begin and how many they are; `numbers` temperature, top_p, min_p, penalty, presence and frequency; `flags` stops_at_eos and
+// biased. The rows of `bias` and `counts` are set only where they are used.
 template <typename T, int BLOCK>
 __device__ __forceinline__ void admit(const long long* lanes, const long long* whole, const float* numbers, const bool* flags,
-                                      const long long* stream, const int* given, long long* length, long long* known,
-                                      long long* limit, long long* min_length, long long* top_k, float* temperature,
-                                      float* top_p, float* min_p, float* penalty, bool* stops_at_eos, bool* done, bool* broken,
-                                      long long* reported, long long* tokens, int* noise, int capacity) {
+                                      const long long* stream, const int* given, const int* biased_tokens,
+                                      const float* biases, long long* length, long long* known, long long* limit,
+                                      long long* min_length, long long* top_k, float* temperature, float* top_p, float* min_p,
+                                      float* penalty, float* presence, float* frequency, bool* stops_at_eos, bool* biased,
+                                      bool* done, bool* broken, long long* reported, float* bias, int* counts,
+                                      long long* tokens, int* noise, int capacity, int vocab) {
     const int row = blockIdx.x;
     const long long slot = lanes[row];
     if (slot < 0) return;
-    whole += static_cast<long long>(row) * 6;
-    numbers += static_cast<long long>(row) * 4;
+    whole += static_cast<long long>(row) * 8;
+    numbers += static_cast<long long>(row) * 6;
+    flags += static_cast<long long>(row) * 2;
     if (threadIdx.x == 0) {
         length[slot] = reported[slot] = whole[0];
         known[slot] = whole[1];
@@ -41,7 +45,10 @@ __device__ __forceinline__ void admit(const long long* lanes, const long long* w
         top_p[slot] = numbers[1];
         min_p[slot] = numbers[2];
         penalty[slot] = numbers[3];
-        stops_at_eos[slot] = flags[row];
+        presence[slot] = numbers[4];
+        frequency[slot] = numbers[5];
+        stops_at_eos[slot] = flags[0];
+        biased[slot] = flags[1];
         done[slot] = broken[slot] = false;
     }
     given += whole[5];
@@ -53,6 +60,15 @@ __device__ __forceinline__ void admit(const long long* lanes, const long long* w
         if (t < brought) tokens[t] = given[t];
         noise[t] = noise_key(key, t);
     }
+    if (!flags[1]) return;
+    bias += slot * vocab;
+    counts += slot * vocab;
+    for (int t = threadIdx.x; t < vocab; t += BLOCK) {
+        bias[t] = 0.f;
+        counts[t] = 0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < whole[7]; i += BLOCK) bias[biased_tokens[whole[6] + i]] = biases[whole[6] + i];
 }
 
 }  // namespace warpline

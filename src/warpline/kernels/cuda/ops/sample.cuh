@@ -1,4 +1,4 @@
-// The next token of each row from its logits: repetition penalty, temperature, top-k, top-p, min-p, and a fair draw.
+// The next token of each row from its logits: penalties, biases, temperature, top-k, top-p, min-p, and a fair draw.
 //
 // The idea: a draw is the largest of score + Gumbel noise, and the noise of a token is a hash of the row's key and the
 // token, so nothing is sorted, no generator has a state, and the result depends on nothing but the arguments. Top-k and
@@ -7,13 +7,25 @@
 // sum does not depend on the order of the threads; it rounds no worse than a float32 running sum does.
 // Row r of the logits belongs to slot lanes[r], which says all else. The key of a draw is the slot's entry in `noise` at the
 // length of its sequence; the end of text, `eos`, cannot be drawn before `min_length` where it would stop the sequence.
-// `logit` is the row's largest, or infinity if one of them is no number.
+// Where `biased`, the slot's row of `bias` is added to the logits, and `counts`, how often the text has had each token, lowers
+// them. `logit` is the row's largest, or infinity if one of them is no number.
 // Traffic: the logits two to eight times, from L2 after the first; one block to a row.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
+
+// What is added to a token's logit by wish, less what is taken off because the text has had it.
+struct Adjustment {
+    const float* bias;
+    const int* counts;
+    float presence, frequency;
+    __device__ __forceinline__ float operator()(int token) const {
+        const int count = counts[token];
+        return bias[token] - (frequency * static_cast<float>(count) + (count > 0 ? presence : 0.f));
+    }
+};
 
 // Standard Gumbel noise of a token: 32 hashed bits as exponential noise, finest near 0 where winners come from.
 __device__ __forceinline__ float gumbel_noise(unsigned key, unsigned token) {
@@ -43,6 +55,8 @@ struct SampleScratch {
     unsigned per_warp[WARPS];
     float reduced[WARPS];
     int index[WARPS];
+    Adjustment adjustment;  // not in registers, which are few
+    int adjusted;           // tokens that have one: none, or all but those that logits are padded with
     unsigned above;
     int listed, crossing;
 };
@@ -139,9 +153,10 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
 template <typename T, int VOCAB, int BLOCK, int UNROLL>
 __device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* noise,
                                        const float* temperature, const long long* top_k, const float* top_p,
-                                       const float* min_p, const float* penalty, const long long* min_length,
-                                       const bool* stops_at_eos, const long long* lanes, long long* token, float* logit,
-                                       int capacity, int eos) {
+                                       const float* min_p, const float* penalty, const float* presence,
+                                       const float* frequency, const long long* min_length, const bool* stops_at_eos,
+                                       const bool* biased, const float* bias, const int* counts, const long long* lanes,
+                                       long long* token, float* logit, int capacity, int entries, int eos) {
     constexpr int WARPS = BLOCK / WARP;
     __shared__ SampleScratch<VOCAB, BLOCK> s;
     const int row = blockIdx.x;
@@ -152,6 +167,11 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     const float coolness = greedy ? 1.f : 1.f / temperature[slot], punishment = penalty[slot], relief = 1.f / punishment;
     const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
 
+    if (threadIdx.x == 0) {
+        s.adjusted = biased[slot] ? entries : 0;
+        s.adjustment = {bias + slot * entries, counts + slot * entries, presence[slot], frequency[slot]};
+    }
+    __syncthreads();
     if (punishes) {
         for (int i = threadIdx.x; i < ceil_div(VOCAB, 32); i += BLOCK) s.seen[i] = 0;
         __syncthreads();
@@ -160,6 +180,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     }
     const auto score = [&](int i, float v) {
         if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? relief : punishment;
+        if (i < s.adjusted) v += s.adjustment(i);
         return i == banned ? -infinity() : v * coolness;
     };
 

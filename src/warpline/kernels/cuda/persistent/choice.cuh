@@ -51,7 +51,9 @@ class Choice : protected Layers<M> {
         }
     }
 
+    // Outputs of the block: the first, and how many.
     __device__ __forceinline__ int first_output() const { return desk.plan.first[HEAD] * TILE_OUTPUTS; }
+    __device__ __forceinline__ int outputs() const { return min(desk.plan.units[HEAD] * TILE_OUTPUTS, M::VOCAB - first_output()); }
 
     // The best candidate of a row that the warps of this block know.
     __device__ __forceinline__ unsigned long long best_of(int row) const {
@@ -125,6 +127,13 @@ class Choice : protected Layers<M> {
         if (own >= 0 && own < SCORES) atomicOr(&desk.seen[row * SEEN + own / 32], 1u << own % 32);
     }
 
+    // Of the text's tokens each is counted by the block that has its output, which alone looks at the count.
+    __device__ __forceinline__ void count(int row, int token) {
+        const Row& r = desk.rows[row];
+        const int own = token - first_output();
+        if (r.biased && own >= 0 && own < outputs()) a.counts[static_cast<long long>(r.slot) * M::VOCAB + token] += 1;
+    }
+
     // How far a score is below the largest, in steps of 2^-26; what is 64 below or more is as far as anything.
     static constexpr unsigned NOTHING = 0xffffffffu;  // is so far
     static __device__ __forceinline__ unsigned distance_of(float largest, float score) {
@@ -134,8 +143,8 @@ class Choice : protected Layers<M> {
     // f(which of the block's outputs, score) for every output of a row that is possible; a thread always has the same.
     template <typename F>
     __device__ __forceinline__ void each_score(int row, F f) {
-        const int count = min(desk.plan.units[HEAD] * TILE_OUTPUTS, M::VOCAB - first_output()), banned = desk.rows[row].banned;
-        for (int own = thread_index(); own < count; own += THREADS) {
+        const int banned = desk.rows[row].banned;
+        for (int own = thread_index(); own < outputs(); own += THREADS) {
             if (first_output() + own != banned) f(own, desk.scores[row * SCORES + own]);
         }
     }
@@ -278,8 +287,11 @@ class Choice : protected Layers<M> {
         sync_threads<THREADS>();  // the logits are there
         for (int row = 0; row < ROWS; ++row) {
             const Row& r = desk.rows[row];
+            const long long table = static_cast<long long>(r.slot) * M::VOCAB + first_output();
+            const Adjustment adjustment{a.bias + table, a.counts + table, r.presence, r.frequency};
             take_best(row, [&](int own, float score) {
                 if (desk.seen[row * SEEN + own / 32] >> own % 32 & 1) score *= score > 0.f ? 1.f / r.punishment : r.punishment;
+                if (r.biased) score += adjustment(own);
                 if (r.coolness > 0.f) score *= r.coolness;
                 desk.scores[row * SCORES + own] = score;
                 return candidate(score, first_output() + own);

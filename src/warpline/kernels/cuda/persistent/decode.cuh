@@ -67,6 +67,9 @@ class Decode : Choice<M> {
                     r.mass = a.top_p[slot];
                     r.floor = logf(a.min_p[slot]);
                     r.punishment = a.penalty[slot];
+                    r.presence = a.presence[slot];
+                    r.frequency = a.frequency[slot];
+                    r.biased = a.biased[slot];
                 }
             }
         }
@@ -108,7 +111,10 @@ class Decode : Choice<M> {
             const unsigned long long best = this->best_of(row);
             r.token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
             if (r.length < r.known) r.token = static_cast<int>(a.tokens[token_at(r, r.length)]);
-            if constexpr (M::FILTERS) this->see(row, r.token);
+            if constexpr (M::FILTERS) {
+                this->see(row, r.token);
+                this->count(row, r.token);
+            }
             r.length += 1;
             r.active = !(r.token == a.eos && r.stops) && r.length < r.limit;
             if (blockIdx.x == 0) {
