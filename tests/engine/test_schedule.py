@@ -143,8 +143,8 @@ def test_slots_go_when_nothing_holds_them() -> None:
             gc.enable()
 
 
-def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "MOST_KEPT", 64)
+def test_passes_over_prompts_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "LEAST_SHARED", 16)
     weights = load(SMALL)
     ours, theirs = KernelsExecutor(weights, CPU, "fp32"), create("torch", weights, CPU, "fp32")
     slots = [executor.allocate(2, 60) for executor in (ours, theirs)]
@@ -153,16 +153,17 @@ def test_passes_over_prompts_are_kept_within_bounds(monkeypatch: pytest.MonkeyPa
         requests = [Request([rng.randrange(9) for _ in range(length)], SamplingParams(temperature=0), 0, 0, 60)]
         written = [run(e, requests, slots=s) for e, s in zip((ours, theirs), slots, strict=True)]
         assert written[0] == written[1]
-        kept = [rows for rows, *_ in ours.prompts._passes[slots[0]]]
-        assert sum(kept) <= 64 or len(kept) == 1
-    assert kept == [8, 16]
+    assert {rows for rows, *_ in ours.prompts._passes[slots[0]]} == {8, 16, 32, 64}
+    memory = ours.prompts._memory[slots[0]]
+    assert set(memory._rooms) == {16, 32, 64}
+    assert set(memory._ends) == {1}
 
 
 @given(rows=st.integers(1, 40_000), count=st.integers(1, 700))
 def test_passes_have_room(rows: int, count: int) -> None:
     assert rows <= passes.rounded_rows(rows) <= max(8, 2 * rows)
     assert rows <= 1024 or passes.rounded_rows(rows) <= 1.25 * rows
-    assert count <= passes.rounded_sequences(count) <= max(2 * count, count + 63)
+    assert count <= passes.rounded_sequences(count) <= max(8, 8 * count if count < 9 else count + 63)
     assert len({passes.rounded_rows(n) for n in range(1, 16_385)}) < 40
 
 

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -104,6 +104,7 @@ class Standin:
     def __init__(self, slots: int = 4, *, pause: float = 0.001, chunk: int = 1, text: str = " word"):
         self.count = self.max_batch = slots
         self.stats, self.pause, self.chunk = Stats(), pause, chunk
+        self.published: Callable[[], object] = lambda: None
         self.ids = TOKENIZER.encode(text)
         self.error: WarplineError | None = None
         self.held = threading.Event()  # when set, nothing goes on
@@ -152,6 +153,7 @@ class Standin:
             if not self.held.is_set():
                 for job in running:
                     self._step(job)
+                self.published()
                 with self._news:
                     self.jobs = [job for job in self.jobs if not job.finished]
 

@@ -35,6 +35,7 @@ def test_merged_by_time_and_nothing_is_lost() -> None:
         def tell() -> None:
             for _ in range(200):
                 hub.tell(reader, urgent=False)
+                hub.wake()
                 time.sleep(0.001)
 
         began = time.perf_counter()
@@ -55,13 +56,18 @@ def test_urgent_news_do_not_wait_for_others() -> None:
         hub = Hub(asyncio.get_running_loop(), merge=30.0)
         hub.tell(slow, urgent=False)
         await asyncio.sleep(0.05)
+        assert not slow.times  # nobody has called the loop
+        hub.wake()
+        await asyncio.sleep(0.05)
         assert len(slow.times) == 1
         hub.tell(slow, urgent=False)
         hub.tell(quick, urgent=True)
+        hub.wake()
         await asyncio.sleep(0.05)
         assert len(quick.times) == 1
         assert len(slow.times) == 1
         hub.tell(slow, urgent=True)
+        hub.wake()
         await asyncio.sleep(0.05)
         assert len(slow.times) == 2
 
@@ -78,6 +84,7 @@ def test_many_threads() -> None:
             for _ in range(300):
                 last[number] = time.perf_counter()
                 hub.tell(readers[number], urgent=number == 0)
+                hub.wake()
 
         threads = [threading.Thread(target=tell, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -95,3 +102,4 @@ def test_a_closed_loop_is_no_error() -> None:
     hub = Hub(loop)
     loop.close()
     hub.tell(Reader(), urgent=True)
+    hub.wake()

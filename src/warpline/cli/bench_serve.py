@@ -52,6 +52,9 @@ def serve(
     ready: Annotated[float, typer.Option(min=0, help="Seconds for the server to be ready.")] = 60.0,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the server's API key.")] = None,
     label: Annotated[str | None, typer.Option(help="What rows call the server.")] = None,
+    library: Annotated[
+        bool, typer.Option("--library", help="Then run LLM in this process over the same requests, and compare.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Write a picture (PNG or SVG).")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
@@ -69,6 +72,8 @@ def serve(
         raise ConfigError("--url is a server that runs and --mock starts one: give one of them")
     if (url is not None or mock) and (device, dtype) != ("auto", "auto"):
         raise ConfigError("--device and --dtype are of a model that is started: leave them out")
+    if library and (url is not None or mock or api != "completions"):
+        raise ConfigError("--library compares with the model of a server that is started here, asked for completions")
     EngineConfig(device=device, dtype=dtype)
     wanted = goals(goodput)
     key = read_key(api_key_file)
@@ -97,6 +102,12 @@ def serve(
         asking = Asking(model=model if url else None, label=label, warmups=warmups, timeout=timeout, patience=ready)
         with progress("Measuring", sum(load.requests for load in loads)) as advance:
             rows = measured(target, loads, asking, wanted, server=server, advance=advance)
+    if library:
+        from warpline.bench.serving.library import compared
+        from warpline.bench.serving.library import measured as in_process
+
+        found = (in_process(load, model or DEFAULT, device=device, dtype=dtype) for load in loads)
+        rows = [compared(row, its) for row, its in zip(rows, found, strict=True)]
     if not as_json:
         _print(rows)
     if save is not None:

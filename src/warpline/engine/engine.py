@@ -40,6 +40,8 @@ class Engine:
         self.executor, self.model, self.capacity = executor, model, capacity
         self.count = min(count, executor.most_lanes or count)
         self.stats = Stats()
+        #: Called behind the jobs' own `notify` when a turn has been handed over to all of them.
+        self.published: Callable[[], object] = lambda: None
         self._slots: Slots | None = None
         self.scheduler = Scheduler(
             self.count,
@@ -332,6 +334,7 @@ class Engine:
                     urgent = True
         self._news = None
         self._tell()
+        self.published()
         if urgent and not self._overlaps:
             time.sleep(YIELD)
 
@@ -371,3 +374,4 @@ class Engine:
             if job.notify is not None:
                 with contextlib.suppress(Exception):  # the error is on its way; others must hear of it too
                     job.notify()
+        self.published()

@@ -57,8 +57,8 @@ class Slots(Record):
     For every lane whose slot is not done, an executor's step takes the token at length - 1, stores its K and V at that
     position, and then, as `sampling.advance` does in torch: writes the next token at `length` (the one that stands
     there already while length < known), sets `broken` if the logits are not finite, fills the logprob buffers where
-    some sequence wants them, adds 1 to `length` and, where `biased`, to the token's entry in `counts`, and sets `done`
-    at the end of text (where stops_at_eos) or at `limit`.
+    some sequence wants them, adds 1 to `length`, sets `done` at the end of text (where stops_at_eos) or at `limit`, and
+    where `biased` takes `frequency` off the token's `bias`, the first time `presence` too.
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class Slots(Record):
         self.cache = KVCache(config, rows, capacity, device=device, dtype=dtype)
         self.tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=device)
         self.noise = torch.zeros(rows, capacity, dtype=torch.int32, device=device)
-        self.bias = torch.zeros(rows, config.vocab_size, device=device)  # added to logits
-        self.counts = torch.zeros(rows, config.vocab_size, dtype=torch.int32, device=device)  # of appended tokens
+        # Where a slot is `biased`: what is added to each token's logit, and how often the token has been appended.
+        self.bias = torch.zeros(rows, config.vocab_size, device=device)
+        self.counts = torch.zeros(rows, config.vocab_size, dtype=torch.int32, device=device)
         self.whole = torch.zeros(len(WHOLE), rows, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(len(NUMBERS), rows, device=device)
         self.flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool, device=device)

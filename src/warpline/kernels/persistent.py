@@ -75,7 +75,7 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("noise", "const int*"),
     ("stops_at_eos", "const bool*"),
     ("biased", "const bool*"),
-    ("bias", "const float*"),
+    ("bias", "float*"),
     ("counts", "int*"),
     ("done", "bool*"),
     ("broken", "bool*"),

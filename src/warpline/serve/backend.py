@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,7 @@ class Slots(Protocol):
 
     count: int  # sequences that run at once
     stats: Stats
+    published: Callable[[], object]  # to be called when all of a turn's jobs have been notified
 
     @property
     def free(self) -> int:

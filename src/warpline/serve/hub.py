@@ -1,4 +1,5 @@
-"""From the engine's thread to the event loop: no call between threads per token, and none while one is on its way.
+"""From the engine's thread to the event loop: one call between threads for all that a turn brings, and none while one is
+on its way.
 
 The first chunk of a sequence and its end are handed over at once. What comes in between waits until `MERGE` seconds
 have passed since the last was handed over, so that a stream's tokens are merged by time however fast they come.
@@ -7,6 +8,7 @@ have passed since the last was handed over, so that a stream's tokens are merged
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Protocol
 
@@ -24,7 +26,7 @@ class Listener(Protocol):
 
 
 class Hub:
-    """One for an event loop. `tell` is called by any thread, everything else by the loop."""
+    """One for an event loop. `tell` and `wake` are called by any thread, everything else by the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, merge: float = MERGE):
         self._loop, self._merge = loop, merge
@@ -34,22 +36,20 @@ class Hub:
         self._resting = False  # something was handed over a moment ago, and a timer will look again
 
     def tell(self, listener: Listener, *, urgent: bool) -> None:
-        """It has news."""
+        """It has news, which the loop hears of when it is woken."""
         if urgent:
             self._urgent.append(listener)
-        elif listener.waiting:
-            return
-        else:
+        elif not listener.waiting:
             listener.waiting = True
             self._later.append(listener)
-            if self._resting:
-                return
-        if not self._called:
-            self._called = True
-            try:
-                self._loop.call_soon_threadsafe(self._hand_over)
-            except RuntimeError:  # the loop is closed: nothing listens any more
-                return
+
+    def wake(self) -> None:
+        """All is told for now. Each call costs the thread some 10 µs, so there is one for a whole turn."""
+        if self._called or not (self._urgent or (self._later and not self._resting)):
+            return
+        self._called = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing listens any more
+            self._loop.call_soon_threadsafe(self._hand_over)
 
     def _hand_over(self) -> None:
         self._called = False

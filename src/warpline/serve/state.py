@@ -71,6 +71,7 @@ class State:
         self.backend, self.loop, self._thread = backend, loop, threading.get_ident()
         self.name = self.settings.name or public_name(backend.model)
         self.hub = Hub(loop)
+        backend.engine.published = self.hub.wake
         self.table = Table(backend.tokenizer, backend.config.vocab_size)
         self.template = template_of(self.settings.chat_template, backend.model, backend.folder)
         self.admission = Admission(backend.max_batch, self.settings.max_queue)

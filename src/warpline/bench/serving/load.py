@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from warpline.bench.lengths import drawn
 from warpline.errors import ConfigError
@@ -19,6 +19,14 @@ from warpline.model.tokenizer import Tokenizer
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 #: What a prompt's words are drawn from: tokens of GPT-2 that stay one token wherever they stand.
 WORD = re.compile(r" [a-z]{2,12}")
+
+
+class Prompt(NamedTuple):
+    """As ids and as text, and how many tokens are wanted behind it."""
+
+    ids: list[int]
+    text: str
+    new: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +84,22 @@ class Load:
         gaps = (draw.gammavariate(self.burstiness, scale) for _ in range(self.requests - 1))
         return list(itertools.accumulate(gaps, initial=0.0))
 
+    def prompts(self) -> Iterator[Prompt]:
+        """What is asked, in order; the same every time."""
+        draw = random.Random(f"prompts {self.seed}")
+        for length, new in self.lengths():
+            chosen = draw.choices(_words(), k=length)
+            yield Prompt([token for token, _ in chosen], "".join(word for _, word in chosen), new)
+
     def bodies(self, model: str) -> Iterator[bytes]:
         """The requests as JSON."""
-        draw = random.Random(f"prompts {self.seed}")
-        for i, (prompt, new) in enumerate(self.lengths()):
-            chosen = draw.choices(_words(), k=prompt)
-            ids, text = [token for token, _ in chosen], "".join(word for _, word in chosen)
-            asked: dict[str, Any] = {"model": model, "max_tokens": new, "temperature": 0, "seed": i, "stream": True}
-            asked |= {"stream_options": {"include_usage": True}, "ignore_eos": True}
+        for i, prompt in enumerate(self.prompts()):
+            asked: dict[str, Any] = {"model": model, "max_tokens": prompt.new, "temperature": 0, "seed": i}
+            asked |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
             if self.api == "chat":
-                asked["messages"] = [{"role": "user", "content": text}]
+                asked["messages"] = [{"role": "user", "content": prompt.text}]
             else:
-                asked["prompt"] = ids if self.ids else text
+                asked["prompt"] = prompt.ids if self.ids else prompt.text
             asked = {name: value for name, value in asked.items() if name not in self.omit} | dict(self.body)
             yield json.dumps(asked, separators=(",", ":")).encode()
 

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ class Engine:
 
     def __init__(self, count: int, story: list[int]):
         self.count, self.stats = count, Stats()
+        self.published: Callable[[], object] = lambda: None
         self._tape = story * (2 + TOKENS // len(story))
         self._story = len(story)
         self._work = threading.Condition()
@@ -92,6 +94,7 @@ class Engine:
         for job in self._running:
             if not job.ended:
                 self._advance(job)
+        self.published()
         self.stats.steps += TOKENS
         self.stats.lane_steps += TOKENS * len(self._running)
         self._running = [job for job in self._running if not job.ended]

@@ -48,6 +48,13 @@ def notes(row: Row) -> list[str]:
     if row["client_cpu_share"] > BUSY:
         found.append(f"{load(row)}: the client was busy {100 * row['client_cpu_share']:.0f} % of the time: it may be "
                      "what was measured")  # fmt: skip
+    if (share := row.get("share_of_library")) is not None:
+        library = f"{row['library_output_throughput']:,.0f} tok/s"
+        found.append(f"{load(row)}: {100 * share:.1f} % of LLM in one process with the same requests ({library})")
+    if (added := row.get("added_p50_ttft_ms")) is not None:
+        found.append(
+            f"{load(row)}: the first token {added:.2f} ms later than there (p99 {row['added_p99_ttft_ms']:.2f})"
+        )
     if "chunks" in row["counted"]:
         found.append(f"{load(row)}: the server does not say how many tokens it sent: its chunks were counted")
     found += [f"{load(row)}: {count} × {why}" for why, count in row["errors"].items()]

@@ -45,13 +45,22 @@ def advance(slots: Slots, lanes: Sequence[int], logits: Tensor, index: Tensor | 
     length = length + ~done
     slots.length[index] = length
     if rows.needs.biased:
-        slots.counts[index, token] += (rows.biased & ~done).int()
+        lower(slots, rows, token, rows.biased & ~done)
     ended = done | (length >= rows.limit)
     if (eos := slots.config.eos_token_id) is not None:
         ended |= (token == eos) & rows.stops_at_eos
     slots.done[index] = ended
     if rows.needs.logprobs is not None:
         note_logprobs(slots, lanes, raw, done, index)
+
+
+def lower(slots: Slots, rows: Records, token: Tensor, which: Tensor) -> None:
+    """What is added to the logits of these tokens from now on, in lanes of which a text has got one."""
+    place = rows.index, token
+    had = slots.counts[place]
+    lowered = rows.frequency + rows.presence * (had == 0)
+    slots.bias[place] = slots.bias[place] - torch.where(which, lowered, 0)
+    slots.counts[place] = had + which.int()
 
 
 def note_logprobs(
@@ -82,9 +91,7 @@ def adjust(logits: Tensor, rows: Records) -> Tensor:
         penalty = rows.penalty[:, None]
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if rows.needs.biased:
-        counts = slots.counts[rows.index]
-        lowered = rows.frequency[:, None] * counts + rows.presence[:, None] * (counts > 0)
-        logits = torch.where(rows.biased[:, None], logits + (slots.bias[rows.index] - lowered), logits)
+        logits = torch.where(rows.biased[:, None], logits + slots.bias[rows.index], logits)
     if rows.needs.min_length and eos is not None:
         early = (rows.length < rows.min_length) & rows.stops_at_eos
         logits = logits.clone()

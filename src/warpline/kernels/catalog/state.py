@@ -58,25 +58,37 @@ def _append(
     limit: Tensor,
     stops_at_eos: Tensor,
     biased: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
     tokens: Tensor,
     length: Tensor,
     done: Tensor,
     broken: Tensor,
+    bias: Tensor,
     counts: Tensor,
     eos: int,
 ) -> tuple[Tensor, ...]:
     import torch
 
-    tokens, counts, before, was_done = tokens.clone(), counts.clone(), length[lanes], done[lanes]
+    tokens, before, was_done = tokens.clone(), length[lanes], done[lanes]
     at = before.clamp(max=tokens.shape[1] - 1)  # a slot that is done may be full
     chosen = torch.where(was_done | (before < known[lanes]), tokens[lanes, at], token)
     tokens[lanes, at] = chosen
-    counts[lanes, chosen] += (biased[lanes] & ~was_done).int()
+    counted, had, place = biased[lanes] & ~was_done, counts[lanes, chosen], (lanes, chosen)
+    lowered = torch.where(counted, frequency[lanes] + presence[lanes] * (had == 0), 0)
+    bias, counts = bias.index_put(place, bias[place] - lowered), counts.index_put(place, had + counted.int())
     grown = before + ~was_done
     ended = was_done | ((chosen == eos) & stops_at_eos[lanes]) | (grown >= limit[lanes])
     odd = broken[lanes] | (~logit.isfinite() & ~was_done)
     records = (t.index_put((lanes,), new) for t, new in ((length, grown), (done, ended), (broken, odd)))
-    return tokens, *records, counts
+    return tokens, *records, bias, counts
+
+
+def _some_counts(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
+    """Of tokens that a text has had, or not."""
+    import torch
+
+    return torch.randint(3, (dims["slots"], dims["vocab"]), generator=generator).int()
 
 
 APPEND_TOKEN = KernelSpec(
@@ -91,11 +103,14 @@ APPEND_TOKEN = KernelSpec(
         reads("limit", "slots", count_of("capacity"), touched="rows"),
         reads("stops_at_eos", "slots", FLAG, touched="rows"),
         reads("biased", "slots", FLAG, touched="rows"),
+        reads("presence", "slots", FLOAT, touched="rows"),
+        reads("frequency", "slots", FLOAT, touched="rows"),
         updates("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
         updates("length", "slots", index_into("capacity"), touched="rows"),
         updates("done", "slots", FLAG, touched="rows"),
         updates("broken", "slots", FLAG, touched="rows"),
-        updates("counts", "slots vocab", BITS, touched="rows"),
+        updates("bias", "slots vocab", FLOAT, touched="rows"),
+        updates("counts", "slots vocab", Values("int32", made=_some_counts), touched="rows"),
         Scalar("rows"),
         Scalar("capacity"),
         Scalar("vocab"),

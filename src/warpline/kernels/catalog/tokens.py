@@ -12,7 +12,6 @@ from warpline.kernels.arguments import (
     LONG_BITS,
     Dims,
     Scalar,
-    Values,
     between,
     count_of,
     distinct,
@@ -26,7 +25,6 @@ from warpline.kernels.noise import gumbel
 from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -101,13 +99,10 @@ def _scores(
     top_p: Tensor,
     min_p: Tensor,
     penalty: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
     min_length: Tensor,
     stops_at_eos: Tensor,
     biased: Tensor,
     bias: Tensor,
-    counts: Tensor,
     lanes: Tensor,
     *,
     eos: int,
@@ -125,9 +120,7 @@ def _scores(
     seen = seen.scatter_(1, tokens.where(past, vocab), True)[:, :vocab]
     factor = penalty.to(logits.dtype)[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
-    had = counts[lanes]
-    lowered = frequency[lanes, None] * had + presence[lanes, None] * (had > 0)
-    added = torch.where(biased[lanes, None], bias[lanes] - lowered, 0).to(logits.dtype)
+    added = torch.where(biased[lanes, None], bias[lanes], 0).to(logits.dtype)
     logits = logits + torch.nn.functional.pad(added, (0, vocab - added.shape[1]))  # logits may be padded
     logits = logits.masked_fill(torch.arange(vocab, device=logits.device) == forbidden[:, None], -torch.inf)
     greedy = temperature[:, None] <= 0
@@ -146,15 +139,6 @@ def _scores(
 
 def _draw(logits: Tensor, *others: Tensor, eos: int) -> tuple[Tensor, ...]:
     return _scores(logits, *others, eos=eos).argmax(dim=-1), logits.amax(dim=-1)
-
-
-def _some_counts(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
-    """Of tokens that a text has had: most never, a few often."""
-    import torch
-
-    shape = (dims["slots"], dims["entries"])
-    often = torch.randint(1, 9, shape, generator=generator)
-    return often.where(torch.rand(shape, generator=generator) < 0.1, 0).int()
 
 
 def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
@@ -181,14 +165,10 @@ SAMPLE = KernelSpec(
         reads("top_p", "slots", between(0.05, 1.3), touched="rows"),
         reads("min_p", "slots", between(0.0, 0.2), touched="rows"),
         reads("penalty", "slots", between(0.8, 1.5), touched="rows"),
-        reads("presence", "slots", between(-2.0, 2.0), touched="rows"),
-        reads("frequency", "slots", between(-2.0, 2.0), touched="rows"),
         reads("min_length", "slots", count_of("capacity"), touched="rows"),
         reads("stops_at_eos", "slots", FLAG, touched="rows"),
         reads("biased", "slots", FLAG, touched="rows"),
-        # Of few rows: most have neither.
-        reads("bias", "slots entries", FLOAT, touched="rows"),
-        reads("counts", "slots entries", Values("int32", made=_some_counts), touched="rows"),
+        reads("bias", "slots entries", FLOAT, touched="rows"),  # of few rows: most have none
         reads("lanes", "rows", distinct("rows", "slots")),
         writes("token", "rows", index_into("vocab")),
         writes("logit", "rows", FLOAT),

@@ -106,14 +106,6 @@ def penalise(scores: np.ndarray, past: np.ndarray, seen: np.ndarray, penalty: Nu
 
 
 @njit(**INNER)
-def adjust(scores: np.ndarray, bias: np.ndarray, counts: np.ndarray, presence: Number, frequency: Number) -> None:
-    """Biases, and what a token loses that the text has had: once, and for each time."""
-    for i in range(len(scores)):
-        lowered = frequency * np.float32(counts[i]) + (presence if counts[i] > 0 else np.float32(0))
-        scores[i] += bias[i] - lowered
-
-
-@njit(**INNER)
 def choose(
     scores: np.ndarray,
     noisy: np.ndarray,

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from warpline.kernels.cpu.arithmetic import ACTIVATIONS, dot, exp, multiply, normalise
-from warpline.kernels.cpu.choose import adjust, choose, penalise
+from warpline.kernels.cpu.choose import choose, penalise
 from warpline.kernels.cpu.intrinsics import (
     INNER,
     Number,
@@ -135,16 +135,19 @@ def append(at: np.ndarray, row: int, step: int) -> None:
     top_p, min_p = number(at[Word.TOP_P.value], slot), number(at[Word.MIN_P.value], slot)
     penalise(logits, tokens[:place], marks, penalty)
     biased = array(at[Word.BIASED.value], _FLAG, slots)[slot] != 0
-    counts = matrix(at[Word.COUNTS.value], np.int32, slots, vocab)[slot]
+    bias = matrix(at[Word.BIAS.value], _SINGLE, slots, vocab)[slot]
     if biased:
-        bias = matrix(at[Word.BIAS.value], _SINGLE, slots, vocab)[slot]
-        adjust(logits, bias, counts, number(at[Word.PRESENCE.value], slot), number(at[Word.FREQUENCY.value], slot))
+        for i in range(vocab):
+            logits[i] += bias[i]
     chosen = choose(logits, noisy, banned, temperature, top_k, top_p, min_p, key)
     if place >= whole(at[Word.KNOWN.value], slot):
         tokens[place] = chosen
     array(at[Word.LENGTH.value], _WHOLE, slots)[slot] = place + 1
     if biased:
-        counts[tokens[place]] += 1
+        counts, token = matrix(at[Word.COUNTS.value], np.int32, slots, vocab)[slot], tokens[place]
+        first = number(at[Word.PRESENCE.value], slot) if counts[token] == 0 else np.float32(0)
+        bias[token] -= number(at[Word.FREQUENCY.value], slot) + first
+        counts[token] += 1
     if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT.value], slot):
         array(at[Word.DONE.value], _FLAG, slots)[slot] = 1
         if added(at[Word.GOING.value], -1) == 0:

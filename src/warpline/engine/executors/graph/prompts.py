@@ -46,12 +46,14 @@ Launch = Callable[[], object]
 
 #: Passes have as many rows as the next of these; behind them, four steps to a doubling.
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
-#: And as many sequences as the next of these; behind them, multiples of the last.
-SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
-#: Tokens of the prompts for which passes over several are prepared.
-PREPARED_PROMPTS = (8, 32)
-#: Rows, of all passes together, whose memory is kept for the next time: some 20 KB each for gpt2.
-MOST_KEPT = 1 << 16
+#: And as many sequences as the next of these; behind them, multiples of the last. They are few, because only the last
+#: block and the head compute rows that nothing needs, and every pair of both numbers is bound and captured by itself.
+SEQUENCES = (1, 8, 64)
+#: Rows up to which passes are prepared ahead, by the number of sequences.
+PREPARED_ROWS = {1: 1024, 8: 2048, 64: 8192}
+#: Passes share memory with others of up to twice their rows, and all that have fewer rows than this: some 20 KB a row
+#: for gpt2.
+LEAST_SHARED = 1024
 #: Launches in a pass's first graph, and how much larger each graph is than the one before. A graph whose kernels
 #: overlap begins when the host has gone through all of them, 1 µs each (H200); meanwhile the one before runs, 4 each.
 FIRST_PART, GROWTH = 8, 4
@@ -81,6 +83,7 @@ class Prompts:
             raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
         self._weights = weights
         self._passes: WeakKeyDictionary[Slots, dict[tuple[int, int, End], Pass]] = WeakKeyDictionary()
+        self._memory: WeakKeyDictionary[Slots, _Memory] = WeakKeyDictionary()
         #: Of the last pass, its ops.
         self.table: list[Step] | None = None
 
@@ -109,23 +112,22 @@ class Prompts:
             note_logprobs(slots, lanes, found.logits[: len(lanes)], done)
 
     def prepare_all(self, slots: Slots) -> None:
-        """Passes over one prompt of up to `ROWS[-1]` tokens, and over several short ones."""
-        shapes = [(rows, 1) for rows in ROWS if rows <= rounded_rows(slots.capacity)]
-        counts = [n for n in SEQUENCES[1:] if n <= rounded_sequences(slots.count)]
-        shapes += [(rounded_rows(count * each), count) for count in counts for each in PREPARED_PROMPTS]
-        for rows, count in dict.fromkeys(shapes):
-            for end in {end_for(count, likeliest=likeliest) for likeliest in (False, True)}:
-                self._pass(slots, (rows, count, end)).capture()
+        """Passes over one prompt, and over several."""
+        for count, most in PREPARED_ROWS.items():
+            if count > rounded_sequences(slots.count):
+                break
+            ends = {end_for(count, likeliest=likeliest) for likeliest in (False, True)}
+            most = min(most, rounded_rows(slots.count * slots.capacity))
+            for rows in sorted({rounded_rows(n) for n in range(count, most + 1)}):
+                for end in ends:
+                    self._pass(slots, (rows, count, end)).capture()
 
     def _pass(self, slots: Slots, key: tuple[int, int, End]) -> Pass:
         passes = self._passes.setdefault(slots, {})
-        found = passes.pop(key, None)
-        if found is None:
-            while passes and sum(rows for rows, *_ in (key, *passes)) > MOST_KEPT:
-                del passes[next(iter(passes))]  # the one not used for longest
+        if (found := passes.get(key)) is None:
             with PREPARING:
-                found = Pass(self._weights, slots, *key)
-        passes[key] = found  # the last again
+                memory = self._memory.setdefault(slots, _Memory())
+                found = passes[key] = Pass(self._weights, slots, memory, *key)
         return found
 
 
@@ -142,13 +144,13 @@ class Pass:
     """A pass over `rows` packed rows of up to `count` sequences, bound to memory."""
 
     @torch.inference_mode()
-    def __init__(self, weights: Weights, slots: Slots, rows: int, count: int, end: End):
+    def __init__(self, weights: Weights, slots: Slots, memory: _Memory, rows: int, count: int, end: End):
         config = weights.config
         self._device = weights.tensors["wte.weight"].device
         self._queries = _tile_queries(weights, slots, rows)
         self._tables(rows, count, slots.crossing.progress)
-        self.logits = room_for_logits(weights, count)
-        named = _memory(weights, slots, rows) | _last_memory(weights, slots, count) | {"logits": self.logits}
+        named = memory.of_rows(weights, slots, rows) | memory.of_ends(weights, slots, count)
+        self.logits = named["logits"]
         named |= {"row_slots": self.row_slots, "row_positions": self.row_positions}
         named |= {"last": self.last, "lanes": self.lanes, "tiles": self.tiles}
 
@@ -257,33 +259,47 @@ def _tile_queries(weights: Weights, slots: Slots, rows: int) -> int:
     return launch.tunables_of(spec, launch.DTYPES[like.dtype], dims, like.device.index)["tile_queries"]
 
 
-def _memory(weights: Weights, slots: Slots, rows: int) -> dict[str, Tensor]:
-    """Memory for every name that a pass mentions; all layers share what lies between."""
-    config, like = weights.config, weights.tensors["wte.weight"]
+class _Memory:
+    """What passes over the prompts of some slots compute with. They follow one another, so they share it."""
 
-    def room(columns: int) -> Tensor:
-        return like.new_empty(rows, columns)
+    def __init__(self) -> None:
+        self._rooms: dict[int, dict[str, Tensor]] = {}  # by rows
+        self._ends: dict[int, dict[str, Tensor]] = {}  # by sequences
 
-    x, middle = (room(config.n_embd) for _ in range(2))
-    qkv, hidden, attention = room(3 * config.n_embd), room(config.inner), room(config.n_embd)
-    by_head = qkv.view(1, rows, 3, config.n_head, config.head_size)
-    q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [1, H, rows, D]
-    heads = attention.view(1, rows, config.n_head, config.head_size)
-    found = {**block_parameters(weights, rows), "all.in": x, "all.attention": attention, "tokens": slots.tokens}
-    beside = companions(weights, {"in": x, "middle": middle})
-    for layer in range(config.n_layer):
-        own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads, "attention": attention}
-        own |= {"hidden": hidden, **beside}
-        own |= {"cache_k": slots.cache.k[layer], "cache_v": slots.cache.v[layer]}
-        found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
-    return found
+    def of_rows(self, weights: Weights, slots: Slots, rows: int) -> dict[str, Tensor]:
+        """Memory for every name that a pass mentions; all layers share what lies between."""
+        config = weights.config
+        room = {name: tensor[:rows] for name, tensor in self._room(weights, rows).items()}
+        x, middle, qkv, hidden, attention = (room[name] for name in ("in", "middle", "qkv", "hidden", "attention"))
+        by_head = qkv.view(1, rows, 3, config.n_head, config.head_size)
+        q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [1, H, rows, D]
+        heads = attention.view(1, rows, config.n_head, config.head_size)
+        found = {**block_parameters(weights, rows), "all.in": x, "all.attention": attention, "tokens": slots.tokens}
+        beside = companions(weights, {"in": x, "middle": middle}, (room["normal"], room["product"]))
+        for layer in range(config.n_layer):
+            own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads}
+            own |= {"attention": attention, "hidden": hidden, **beside}
+            own |= {"cache_k": slots.cache.k[layer], "cache_v": slots.cache.v[layer]}
+            found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
+        return found
 
+    def _room(self, weights: Weights, rows: int) -> dict[str, Tensor]:
+        size, width = max(LEAST_SHARED, 1 << (rows - 1).bit_length()), weights.config.n_embd
+        if size not in self._rooms:
+            columns = {"in": width, "middle": width, "qkv": 3 * width, "hidden": weights.config.inner}
+            columns |= dict.fromkeys(("attention", "normal", "product"), width)
+            like = weights.tensors["wte.weight"]
+            self._rooms[size] = {name: like.new_empty(size, count) for name, count in columns.items()}
+        return self._rooms[size]
 
-def _last_memory(weights: Weights, slots: Slots, count: int) -> dict[str, Tensor]:
-    """Memory for every name from the last block's attention on, where one row of each sequence is left."""
-    config, like = weights.config, weights.tensors["wte.weight"]
-    names = ("attention", "in", "middle", "out", "out.normal")
-    rows = {f"last.{name}": like.new_empty(count, config.n_embd) for name in names}
-    found = {**block_parameters(weights, count), **head_parameters(weights, count), **of_slots(slots, count)}
-    beside = companions(weights, {name: rows[name] for name in ("last.middle", "last.out")})
-    return found | rows | beside | {"last.hidden": like.new_empty(count, config.inner)}
+    def of_ends(self, weights: Weights, slots: Slots, count: int) -> dict[str, Tensor]:
+        """Memory for every name from the last block's attention on, where one row of each sequence is left."""
+        if count not in self._ends:
+            config, like = weights.config, weights.tensors["wte.weight"]
+            names = ("attention", "in", "middle", "out", "out.normal")
+            rows = {f"last.{name}": like.new_empty(count, config.n_embd) for name in names}
+            found = {**block_parameters(weights, count), **head_parameters(weights, count), **of_slots(slots, count)}
+            found |= rows | companions(weights, {name: rows[name] for name in ("last.middle", "last.out")})
+            found |= {"last.hidden": like.new_empty(count, config.inner), "logits": room_for_logits(weights, count)}
+            self._ends[count] = found
+        return self._ends[count]

@@ -23,10 +23,13 @@ from warpline.model.weights import Weights
 
 #: What `sample` and `append_token` read of slots, in their order; together, what any step needs of them.
 SAMPLED_BY = (
-    "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "presence", "frequency",
-    "min_length", "stops_at_eos", "biased", "bias", "counts",
+    "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
+    "biased", "bias",
 )  # fmt: skip
-ENDED_BY = ("known", "limit", "stops_at_eos", "biased", "tokens", "length", "done", "broken", "counts")
+ENDED_BY = (
+    "known", "limit", "stops_at_eos", "biased", "presence", "frequency", "tokens", "length", "done", "broken", "bias",
+    "counts",
+)  # fmt: skip
 STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
 
 
@@ -215,9 +218,11 @@ def room_for_logits(weights: Weights, rows: int) -> Tensor:
     return weights.tensors["wte.weight"].new_empty(rows, vocab + (padding(vocab) if rows > MOST_MATVEC_ROWS else 0))
 
 
-def companions(weights: Weights, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def companions(
+    weights: Weights, rows: Mapping[str, Tensor], room: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Tensor]:
     """Room for what goes with rows of these names, as `_Blocks` has it. Whatever it is, only the next op reads it, so
-    LayerNorms and products have one place for all."""
+    LayerNorms and products have one place for all, which may be given."""
     like = next(iter(rows.values()))
     kind = regime(weights, len(like))
     if kind is Regime.FEW:
@@ -226,7 +231,7 @@ def companions(weights: Weights, rows: Mapping[str, Tensor]) -> dict[str, Tensor
         (statistics,) = find("row_statistics").outputs
         shape = statistics.shape({"rows": len(like), "columns": like.shape[1]})
         return {f"{name}.statistics": like.new_empty(shape, dtype=torch.float32) for name in rows}
-    normal, product = torch.empty_like(like), torch.empty_like(like)
+    normal, product = room or (torch.empty_like(like), torch.empty_like(like))
     return {f"{name}.{kind}": x for name in rows for kind, x in (("normal", normal), ("product", product))}
 
 

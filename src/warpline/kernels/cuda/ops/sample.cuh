@@ -7,25 +7,14 @@
 // sum does not depend on the order of the threads; it rounds no worse than a float32 running sum does.
 // Row r of the logits belongs to slot lanes[r], which says all else. The key of a draw is the slot's entry in `noise` at the
 // length of its sequence; the end of text, `eos`, cannot be drawn before `min_length` where it would stop the sequence.
-// Where `biased`, the slot's row of `bias` is added to the logits, and `counts`, how often the text has had each token, lowers
-// them. `logit` is the row's largest, or infinity if one of them is no number.
+// Where `biased`, the slot's row of `bias` is added to the logits. `logit` is the row's largest, or infinity if one of them is
+// no number.
 // Traffic: the logits two to eight times, from L2 after the first; one block to a row.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
-
-// What is added to a token's logit by wish, less what is taken off because the text has had it.
-struct Adjustment {
-    const float* bias;
-    const int* counts;
-    float presence, frequency;
-    __device__ __forceinline__ float operator()(int token) const {
-        const int count = counts[token];
-        return bias[token] - (frequency * static_cast<float>(count) + (count > 0 ? presence : 0.f));
-    }
-};
 
 // Standard Gumbel noise of a token: 32 hashed bits as exponential noise, finest near 0 where winners come from.
 __device__ __forceinline__ float gumbel_noise(unsigned key, unsigned token) {
@@ -55,8 +44,11 @@ struct SampleScratch {
     unsigned per_warp[WARPS];
     float reduced[WARPS];
     int index[WARPS];
-    Adjustment adjustment;  // not in registers, which are few
-    int adjusted;           // tokens that have one: none, or all but those that logits are padded with
+    // Of the row, here because registers are few: the repetition penalty and 1 over it, what is added to logits, and to how
+    // many: none, or all but those that logits are padded with.
+    float punishment, relief;
+    const float* bias;
+    int adjusted;
     unsigned above;
     int listed, crossing;
 };
@@ -153,9 +145,8 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
 template <typename T, int VOCAB, int BLOCK, int UNROLL>
 __device__ __forceinline__ void sample(const T* logits, const long long* tokens, const long long* length, const int* noise,
                                        const float* temperature, const long long* top_k, const float* top_p,
-                                       const float* min_p, const float* penalty, const float* presence,
-                                       const float* frequency, const long long* min_length, const bool* stops_at_eos,
-                                       const bool* biased, const float* bias, const int* counts, const long long* lanes,
+                                       const float* min_p, const float* penalty, const long long* min_length,
+                                       const bool* stops_at_eos, const bool* biased, const float* bias, const long long* lanes,
                                        long long* token, float* logit, int capacity, int entries, int eos) {
     constexpr int WARPS = BLOCK / WARP;
     __shared__ SampleScratch<VOCAB, BLOCK> s;
@@ -163,15 +154,17 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     const long long slot = lanes[row];
     logits += static_cast<long long>(row) * VOCAB;
     tokens += slot * capacity;
-    const bool greedy = temperature[slot] <= 0.f, punishes = penalty[slot] != 1.f;
-    const float coolness = greedy ? 1.f : 1.f / temperature[slot], punishment = penalty[slot], relief = 1.f / punishment;
-    const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
-
     if (threadIdx.x == 0) {
+        s.punishment = penalty[slot];
+        s.relief = 1.f / penalty[slot];
+        s.bias = bias + slot * entries;
         s.adjusted = biased[slot] ? entries : 0;
-        s.adjustment = {bias + slot * entries, counts + slot * entries, presence[slot], frequency[slot]};
     }
     __syncthreads();
+    const bool greedy = temperature[slot] <= 0.f, punishes = penalty[slot] != 1.f;
+    const float coolness = greedy ? 1.f : 1.f / temperature[slot];
+    const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
+
     if (punishes) {
         for (int i = threadIdx.x; i < ceil_div(VOCAB, 32); i += BLOCK) s.seen[i] = 0;
         __syncthreads();
@@ -179,8 +172,8 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         __syncthreads();
     }
     const auto score = [&](int i, float v) {
-        if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? relief : punishment;
-        if (i < s.adjusted) v += s.adjustment(i);
+        if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? s.relief : s.punishment;
+        if (i < s.adjusted) v += s.bias[i];
         return i == banned ? -infinity() : v * coolness;
     };
 

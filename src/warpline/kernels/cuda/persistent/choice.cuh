@@ -10,6 +10,7 @@
 // Every exchange is one trip through L2, and sums are added in one order. Counting scores into bins in global memory took
 // 25 us for top-p and 35 for top-k; ops/sample.cuh, with one block, takes about as long and a launch.
 #pragma once
+#include "ops/append_token.cuh"
 #include "ops/sample.cuh"
 #include "persistent/layers.cuh"
 
@@ -127,11 +128,11 @@ class Choice : protected Layers<M> {
         if (own >= 0 && own < SCORES) atomicOr(&desk.seen[row * SEEN + own / 32], 1u << own % 32);
     }
 
-    // Of the text's tokens each is counted by the block that has its output, which alone looks at the count.
-    __device__ __forceinline__ void count(int row, int token) {
-        const Row& r = desk.rows[row];
+    // What is added to a logit is read and changed by the block alone that has the output.
+    __device__ __forceinline__ long long bias_at(const Row& r) const { return static_cast<long long>(r.slot) * M::VOCAB; }
+    __device__ __forceinline__ void lower_own(const Row& r, int token) {
         const int own = token - first_output();
-        if (r.biased && own >= 0 && own < outputs()) a.counts[static_cast<long long>(r.slot) * M::VOCAB + token] += 1;
+        if (r.biased && own >= 0 && own < outputs()) lower(a.bias, a.counts, bias_at(r) + token, r.presence, r.frequency);
     }
 
     // How far a score is below the largest, in steps of 2^-26; what is 64 below or more is as far as anything.
@@ -287,11 +288,9 @@ class Choice : protected Layers<M> {
         sync_threads<THREADS>();  // the logits are there
         for (int row = 0; row < ROWS; ++row) {
             const Row& r = desk.rows[row];
-            const long long table = static_cast<long long>(r.slot) * M::VOCAB + first_output();
-            const Adjustment adjustment{a.bias + table, a.counts + table, r.presence, r.frequency};
             take_best(row, [&](int own, float score) {
                 if (desk.seen[row * SEEN + own / 32] >> own % 32 & 1) score *= score > 0.f ? 1.f / r.punishment : r.punishment;
-                if (r.biased) score += adjustment(own);
+                if (r.biased) score += a.bias[bias_at(r) + first_output() + own];
                 if (r.coolness > 0.f) score *= r.coolness;
                 desk.scores[row * SCORES + own] = score;
                 return candidate(score, first_output() + own);

@@ -113,7 +113,7 @@ class Decode : Choice<M> {
             if (r.length < r.known) r.token = static_cast<int>(a.tokens[token_at(r, r.length)]);
             if constexpr (M::FILTERS) {
                 this->see(row, r.token);
-                this->count(row, r.token);
+                this->lower_own(r, r.token);
             }
             r.length += 1;
             r.active = !(r.token == a.eos && r.stops) && r.length < r.limit;

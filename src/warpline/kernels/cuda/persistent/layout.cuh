@@ -47,7 +47,7 @@ struct Layout {
         int banned, key;                // the token that must not come next, and the key of its noise
         float coolness;                 // 1 / temperature; 0 for the likeliest token
         float mass, floor, punishment;  // top-p, the logarithm of min-p, the repetition penalty
-        float presence, frequency;      // what a token loses that the text has had: once, and for each time
+        float presence, frequency;      // by which a token is lowered that the text has got: once, and each time
         int most;                       // top-k
         float largest;                  // of its scores
         unsigned line, span, distance;  // below it: which distance is too far, was so for top-k, and that of the candidate
@@ -55,7 +55,7 @@ struct Layout {
         int shift, wanted;              // and how many scores it still wants
         bool stops, active, odd;        // whether the end of text ends it; whether it goes on; whether a score is no number
         bool searched, drawn;           // whether the search goes on; whether it has its token
-        bool biased;                    // whether its tables of biases and counts are used
+        bool biased;                    // whether anything is added to its logits
     };
 
     struct alignas(16) Desk {
