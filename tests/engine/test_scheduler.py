@@ -7,7 +7,6 @@ import pytest
 from warpline.config import SamplingParams
 from warpline.engine.request import Request, Span
 from warpline.engine.scheduler import (
-    CROWDED,
     CROWDED_STREAM_STEPS,
     FIRST_STREAM_STEPS,
     STEPS_WHILE_WAITING,
@@ -24,7 +23,7 @@ def sequence(prompt: int, new: int, **options: object) -> Sequence:
 
 
 def scheduler(slots: int = 4, prompt_tokens: int = 100) -> Scheduler:
-    return Scheduler(slots, prompt_tokens=prompt_tokens, chunk=32, most_steps=256)
+    return Scheduler(slots, prompt_tokens=prompt_tokens, chunk=32, most_steps=256, crowd=3)
 
 
 def played(planner: Scheduler, *, wasteful: bool = False) -> Turn | None:
@@ -98,8 +97,8 @@ def test_others_wait_a_moment_for_the_first_token_of_a_stream() -> None:
 
 
 def test_many_streams_have_longer_turns() -> None:
-    planner = scheduler(slots=CROWDED + 1, prompt_tokens=1000)
-    planner.add([sequence(5, 200, followed=True) for _ in range(CROWDED + 1)])
+    planner = scheduler()
+    planner.add([sequence(5, 200, followed=True) for _ in range(planner.crowd + 1)])
     taken = [turn.steps for _ in range(3) if (turn := played(planner)) is not None]
     assert taken == [0, FIRST_STREAM_STEPS, CROWDED_STREAM_STEPS]
 

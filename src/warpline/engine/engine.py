@@ -28,8 +28,8 @@ from warpline.engine.slots import Slots
 from warpline.errors import DeviceError, ModelError, WarplineError
 from warpline.model.weights import explained_memory
 
-#: Seconds for which the thread that leads steps aside where a launch computes on the host, when a reader wants to run:
-#: else it would wait for the interpreter's lock until the next launch is out.
+#: Seconds for which the thread that leads steps aside when a reader wants to run: else that would wait for the
+#: interpreter's lock until the next launch is out.
 YIELD = 20e-6
 
 
@@ -48,6 +48,7 @@ class Engine:
             prompt_tokens=executor.prompt_tokens,
             chunk=executor.chunk,
             most_steps=max(executor.chunk, executor.most_steps),
+            crowd=executor.crowd,
         )
         self._flights: deque[Flight] = deque()  # in the order in which they were launched; two at most
         self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
@@ -335,7 +336,7 @@ class Engine:
         self._news = None
         self._tell()
         self.published()
-        if urgent and not self._overlaps:
+        if urgent:  # the device is busy, or there is nothing to launch, or the next launch takes far longer
             time.sleep(YIELD)
 
     def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:

@@ -19,7 +19,6 @@ LAST_STEPS, MANY_TOKENS = 16, 2048
 #: Steps of a launch that serves streams: of the first behind a first token, and of the others by how many sequences
 #: there are. Each launch makes an event for every stream, and whatever arrives waits for what is enqueued.
 FIRST_STREAM_STEPS, STREAM_STEPS, CROWDED_STREAM_STEPS = 4, 8, 16
-CROWDED = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -130,8 +129,9 @@ class Turn:
 class Scheduler:
     """Waiting, running, and what to do next."""
 
-    def __init__(self, slots: int, *, prompt_tokens: int, chunk: int, most_steps: int):
+    def __init__(self, slots: int, *, prompt_tokens: int, chunk: int, most_steps: int, crowd: int):
         self.slots, self.prompt_tokens, self.chunk, self.most_steps = slots, prompt_tokens, chunk, most_steps
+        self.crowd = crowd
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -215,7 +215,7 @@ class Scheduler:
             return min(STEPS_WHILE_WAITING, self.most_steps, max(left))
         followed = [s.chunks for s in running if s.followed]
         if followed:
-            usual = STREAM_STEPS if len(running) <= CROWDED else CROWDED_STREAM_STEPS
+            usual = STREAM_STEPS if len(running) <= self.crowd else CROWDED_STREAM_STEPS
             return min(FIRST_STREAM_STEPS if min(followed) == 1 else usual, self.chunk, max(left))
         most = self.chunk if wasteful(running) else self.most_steps
         return min(most, max(left), max(min(left), STEPS_WHILE_WAITING))

@@ -1,5 +1,5 @@
-"""From the engine's thread to the event loop: one call between threads for all that a turn brings, and none while one is
-on its way.
+"""From the engine's thread to the event loop: one call between threads for all that a turn brings, and none while one
+is on its way.
 
 The first chunk of a sequence and its end are handed over at once. What comes in between waits until `MERGE` seconds
 have passed since the last was handed over, so that a stream's tokens are merged by time however fast they come.

@@ -34,6 +34,8 @@ class Executor(ABC):
     #: Steps between two looks of the host, at most: where sequences may end early or a reader follows them, and else.
     chunk: int = 1
     most_steps: int = 1
+    #: Streams beyond which launches take more steps: a launch costs the host something for each of them.
+    crowd: int = 32
     #: How weights may be stored.
     dtypes: Collection[str] = tuple(DTYPE_BYTES)
     #: Sequences that can be decoded together, if not any number.

@@ -72,7 +72,7 @@ class CpuExecutor(Executor):
         if device.type != "cpu":
             raise DeviceError("the cpu executor runs on a CPU: use --device cpu, or another executor here")
         super().__init__(weights, device, dtype)
-        self.chunk, self.most_steps = 8, 32
+        self.chunk, self.most_steps, self.crowd = 16, 32, 4  # what the host does, the team has to wait for
         self.threads = threads or hardware.threads()
         self._program = _program(weights.config, dtype)
         self._team = Team(self.threads)
