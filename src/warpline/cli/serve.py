@@ -62,8 +62,8 @@ def serve(
     if not 0 <= port <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, not {port}")
     EngineConfig(device=device, dtype=dtype, max_batch=max_batch, threads=threads)
-    # Read by OpenMP when torch is imported. Its threads would spin for milliseconds behind a prompt, on the cores that the
-    # event loop and the engine's own threads need.
+    # Read by OpenMP when torch is imported. Its threads would spin for milliseconds behind a prompt, on the cores that
+    # the event loop and the engine's own threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from warpline.serve import run
