@@ -116,6 +116,27 @@ def test_rows_say_what_the_server_did(run: Run, tmp_path: Path) -> None:  # noqa
     assert {len(Tokenizer.gpt2().encode(body["prompt"])) for body in bodies} == {20}
 
 
+def test_refusals_have_their_own_time() -> None:
+    refused = [Raw(1.0, 429, ended=1.0 + ms / 1e3) for ms in (4, 2, 3)]
+    assert figures.refusals([*refused, Raw(1.0, 200, ended=9.0)]) == {
+        "refused": 3, "p50_refusal_ms": 3.0, "p90_refusal_ms": 3.8, "p99_refusal_ms": 3.98,
+    }  # fmt: skip
+    assert figures.refusals([Raw(1.0, 200, ended=9.0)]) == {}
+
+
+def test_a_server_is_held_against_the_library(run: Run) -> None:  # noqa: F811
+    tiny = "random:n_layer=1,n_head=2,n_embd=16,n_positions=64"
+    options = ["-m", tiny, "--device", "cpu", "-r", "3", "-c", "1,2", "--prompt", "5", "--new", "6", "--context", "64"]
+    code, out, err = run("bench", "serve", "--library", *options, "--json")
+    assert (code, err) == (0, "")
+    one, two = json.loads(out)["rows"]
+    for row in (one, two):
+        share = row["output_throughput"] / row["library_output_throughput"]
+        assert row["share_of_library"] == pytest.approx(share, rel=1e-3)
+    assert one["added_p50_ttft_ms"] == pytest.approx(one["p50_ttft_ms"] - one["library_p50_ttft_ms"], abs=1e-3)
+    assert "added_p50_ttft_ms" not in two
+
+
 @pytest.mark.parametrize(
     ("written", "problem"),
     [
@@ -199,6 +220,7 @@ def test_lengths_are_seeded_and_fit() -> None:
     [
         (["--url", "x", "--mock"], "give one of them"),
         (["--mock", "--dtype", "fp32"], "leave them out"),
+        (["--mock", "--library"], "that is started here"),
         (["--url", "ftp://x"], "is no address of a server"),
         (["--url", "http://127.0.0.1:9", "--ready", "0"], "cannot be reached"),
         (["--concurrency", "none"], "takes numbers above 0"),

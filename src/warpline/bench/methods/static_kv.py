@@ -107,7 +107,8 @@ Mark = Callable[[], None]
 
 class _Graphs:
     """The prompt's pass and a step, each captured once in a CUDA graph; what goes in and out has its place. Where
-    prompts differ in length their pass is no graph: with so many tokens, nothing waits for launches."""
+    prompts differ in length their pass is neither compiled nor a graph: with so many tokens nothing waits for
+    launches, it is a hundredth of the time, and torch would compile it again for length after length, for minutes."""
 
     @torch.no_grad()
     def __init__(self, first: Next, following: Next, case: Case, device: torch.device, *, any_length: bool):
@@ -192,7 +193,7 @@ class StaticKV(Method):
         any_length = case.kind == "throughput"
         if self.compiled:
             self._next = torch.compile(self._likeliest, fullgraph=True, dynamic=False)
-            self._first = torch.compile(self._prompted, fullgraph=True, dynamic=True) if any_length else self._next
+            self._first = self._likeliest if any_length else self._next
         self._graphs: _Graphs | None = None
         if self.captured and device.type == "cuda":
             self._graphs = _Graphs(self._first, self._next, case, device, any_length=any_length)
@@ -202,10 +203,6 @@ class StaticKV(Method):
         """The token [B, 1] behind ids."""
         logits: Tensor = self.model(ids, position)
         return logits.argmax(dim=-1, keepdim=True)
-
-    def _prompted(self, ids: Tensor, position: Tensor) -> Tensor:
-        """The same, for code of its own that serves any length."""
-        return self._likeliest(ids, position)
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> Tensor:

@@ -10,6 +10,9 @@ from typing import Any
 
 from warpline.bench.serving.client import Raw
 
+#: Status of a server that has too much to do.
+TOO_MANY = 429
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:

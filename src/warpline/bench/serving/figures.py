@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from warpline.bench.serving.answers import Answer
+from warpline.bench.serving.answers import TOO_MANY, Answer
+from warpline.bench.serving.client import Raw
 from warpline.bench.serving.load import Load
 from warpline.errors import ConfigError, one_of
 
@@ -28,6 +29,13 @@ def goals(text: str | None) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"--goodput takes milliseconds, as in ttft:50,tpot:5, not '{part}'") from None
     return found
+
+
+def refusals(raws: Sequence[Raw]) -> Row:
+    """How many requests were refused because there was too much to do, and how soon, in ms; of none, nothing."""
+    waited = sorted(1e3 * (raw.ended - raw.sent) for raw in raws if raw.status == TOO_MANY)
+    spans = {f"p{share}_refusal_ms": round(percentile(waited, share), 4) for share in PERCENTILES if waited}
+    return {"refused": len(waited), **spans} if waited else {}
 
 
 def figures(found: Sequence[Answer | str], load: Load, duration: float, cpu: float, goals: dict[str, float]) -> Row:

@@ -55,6 +55,8 @@ def notes(row: Row) -> list[str]:
         found.append(
             f"{load(row)}: the first token {added:.2f} ms later than there (p99 {row['added_p99_ttft_ms']:.2f})"
         )
+    if refused := row.get("refused"):
+        found.append(f"{load(row)}: {refused:,} refused, within {row['p99_refusal_ms']:.1f} ms (p99)")
     if "chunks" in row["counted"]:
         found.append(f"{load(row)}: the server does not say how many tokens it sent: its chunks were counted")
     found += [f"{load(row)}: {count} × {why}" for why, count in row["errors"].items()]

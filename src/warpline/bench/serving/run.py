@@ -14,7 +14,7 @@ from warpline import hardware
 from warpline.bench.rows import provenance
 from warpline.bench.serving.answers import read
 from warpline.bench.serving.client import Connection, Raw, Target, connect, once
-from warpline.bench.serving.figures import Row, figures
+from warpline.bench.serving.figures import Row, figures, refusals
 from warpline.bench.serving.load import PATHS, Load
 from warpline.bench.serving.process import Server
 from warpline.errors import ConfigError
@@ -144,7 +144,7 @@ async def measure(
         gc.enable()
         for connection in pool:
             connection.close()
-    return figures([read(raw) for raw in found], load, duration, cpu, goals)
+    return figures([read(raw) for raw in found], load, duration, cpu, goals) | refusals(found)
 
 
 def _require(warm: list[Raw]) -> None:
