@@ -164,9 +164,8 @@ class Engine:
         try:
             with self._on_stream():
                 worked = bool(self._landed)
-                if worked and (
-                    self._flights or not self._overlaps
-                ):  # the device is busy, or computes during the launch
+                # What is known goes out first if the device is busy anyway, or if the host would compute before it did.
+                if worked and (self._flights or not self._overlaps):
                     self._publish()
                     meanwhile()
                     if done():
