@@ -1,0 +1,222 @@
+"""What replicas give and what Ray costs, measured on this machine, one part at a time:
+
+    python -m tools.scale ttft|replicas|times|load|batch|offline --save results
+
+`times` and `load` are what docs/scale.md compares: the simulator, and the server under the very same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from warpline import LLM, SamplingParams, hardware
+from warpline.bench.rows import append, provenance
+from warpline.bench.serving.client import Target
+from warpline.bench.serving.load import Load
+from warpline.bench.serving.process import Server
+from warpline.bench.serving.run import Asking, measured
+from warpline.scale.batch import generate
+from warpline.scale.simulate import Asked, simulate
+from warpline.scale.times import Times
+from warpline.scale.times import measured as times_of
+from warpline.serve.address import address_of
+
+Row = dict[str, Any]
+MODEL = "stories"
+ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "--dtype", "fp32", "--threads", "1")
+#: Of the comparison with the simulator: lengths as they are drawn for `warpline bench serve --spread`.
+USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
+#: Shares of the most that one replica does, and seconds of each.
+SHARES, SECONDS = (0.5, 0.8, 0.95), 45.0
+#: The first token of single requests.
+SINGLE = Load(prompt=16, new=2, concurrency=1, requests=300)
+
+
+def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
+    with Server((*ONE_THREAD, *arguments), sys.executable, patience=60) as server:
+        asking = Asking(label=label, warmups=warmups, patience=120)
+        return measured(Target(address_of(server.url)), loads, asking, {}, server=server)
+
+
+def ttft(rounds: int) -> list[Row]:
+    """One replica, straight and through Ray, in turns."""
+    rows = []
+    for _ in range(rounds):
+        rows += served((), [SINGLE], "straight", warmups=20)
+        rows += served(("--replicas", "1"), [SINGLE], "Ray, HAProxy", warmups=20)
+    return [{"kind": "ttft", **row} for row in rows]
+
+
+def replicas(rounds: int) -> list[Row]:
+    """As many requests at once for each replica as it has slots."""
+    rows = []
+    for _ in range(rounds):
+        for count in (1, 2):
+            load = Load(prompt=16, new=64, concurrency=32 * count, requests=160 * count)
+            rows += [
+                {"kind": "replicas", "replicas": count, **row}
+                for row in served(("--replicas", str(count)), [load], f"{count} × 1 thread")
+            ]
+    return rows
+
+
+def offline(rounds: int) -> list[Row]:
+    """The same file by one and by two replicas of one thread; seconds between the first chunk and the last."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = written(Path(folder) / "prompts.jsonl", 4096)
+        for turn in range(rounds):
+            for count in (1, 2):
+                done, stamps = followed(lambda count=count: generate(  # type: ignore[misc]
+                    prompts, Path(folder) / f"{turn}-{count}.jsonl", model=MODEL, dtype="fp32", device="cpu", threads=1,
+                    replicas=count, params=SamplingParams(max_tokens=16, ignore_eos=True),
+                ))  # fmt: skip
+                (first, _), (last, lines) = stamps[count * 4], stamps[-1 - count * 4]
+                steady = (lines - stamps[count * 4][1]) / (last - first)
+                rows.append({"kind": "offline", "replicas": count, "model": MODEL, "prompts": done.good,
+                             "new": 16, "seconds": round(done.seconds, 3), "prompts_per_second": round(steady, 2),
+                             "output_throughput": round(16 * steady, 2)})  # fmt: skip
+    made = provenance() | {"device": hardware.describe("cpu").name}
+    return [made | row for row in rows]
+
+
+def followed(work: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
+    """When how many lines were done: starting Ray and loading models is not what is compared."""
+    from warpline.scale.files import Done, Output
+
+    stamps: list[tuple[float, int]] = []
+    commit = Output.commit
+
+    def noted(self: Output, done: Done) -> None:
+        commit(self, done)
+        stamps.append((time.perf_counter(), self.lines))
+
+    Output.commit = noted  # type: ignore[method-assign]
+    try:
+        return work(), stamps
+    finally:
+        Output.commit = commit  # type: ignore[method-assign]
+
+
+def times(rounds: int) -> list[Row]:
+    """What turns take, and a single request beside them."""
+    llm = LLM(MODEL, device="cpu", dtype="fp32", threads=1)
+    llm.generate([0], SamplingParams(max_tokens=2))
+    found = times_of(llm)
+    llm.close()
+    gc.collect()
+    alone = replace(USUAL, concurrency=1, requests=60)
+    (row,) = served((), [alone], "straight")
+    straight = simulate(found, asked(alone), concurrency=1)
+    request = max(0.0, row["median_ttft_ms"] / 1e3 - straight.percentile("ttft", 50))
+    found = replace(found, request=request)
+    made = provenance() | {"device": hardware.describe("cpu").name, "kind": "times", "model": MODEL, "dtype": "fp32"}
+    return [made | {"threads": 1, **found.row()}]
+
+
+def asked(load: Load) -> list[Asked]:
+    lengths, moments = load.lengths(), load.arrivals()
+    return [Asked(at, prompt, new) for at, (prompt, new) in zip(moments, lengths, strict=True)]
+
+
+def newest(kind: str, folder: Path) -> Row:
+    rows = [json.loads(line) for line in (folder / "cpu" / "scale.jsonl").read_text().splitlines()]
+    return next(row for row in reversed(rows) if row["kind"] == kind)
+
+
+def load(rounds: int, folder: Path) -> list[Row]:
+    """The server at shares of what it does at most, and the simulator with the same requests."""
+    found = Times.of(newest("times", folder))
+    most = replace(USUAL, requests=320, concurrency=64)
+    (full,) = served((), [most], "straight")
+    rows = [{"kind": "load", "share": None, **full, **predicted(found, most)}]
+    loads = []
+    for share in SHARES:
+        rate = round(share * full["request_throughput"], 3)
+        loads.append(replace(USUAL, rate=rate, requests=round(rate * SECONDS)))
+    for share, one in zip(SHARES, loads, strict=True):
+        (row,) = served((), [one], "straight")
+        rows.append({"kind": "load", "share": share, **row, **predicted(found, one)})
+    return rows
+
+
+def predicted(times: Times, load: Load) -> Row:
+    outcome = simulate(times, asked(load), concurrency=load.concurrency)
+    figures: Row = {"simulated_output_throughput": round(outcome.throughput, 2)}
+    for name in ("ttft", "tpot"):
+        for share in (50, 99):
+            figures[f"simulated_p{share}_{name}_ms"] = round(1e3 * outcome.percentile(name, share), 3)
+    return figures
+
+
+def written(path: Path, count: int) -> Path:
+    """Short prompts, no two alike."""
+    with path.open("w") as file:
+        for i in range(count):
+            file.write(json.dumps({"id": i, "prompt": f"Once upon a time, friend number {i} found a key and"}) + "\n")
+    return path
+
+
+def batch(rounds: int) -> list[Row]:
+    """`warpline.scale.generate` from file to file beside `LLM.generate` over the same prompts, in turns; of both, what
+    loading the model takes is left out."""
+    count, params = 8192, SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
+    ratios, rows = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder) / "prompts.jsonl", count)
+        prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+        for turn in range(rounds):
+            llm = LLM(MODEL, device="cpu", dtype="fp32")
+            llm.generate(prompts[:64], params)
+            began = time.perf_counter()
+            llm.generate(prompts, params)
+            direct = count / (time.perf_counter() - began)
+            llm.close()
+            began = time.perf_counter()
+            LLM(MODEL, device="cpu", dtype="fp32").close()
+            loading = time.perf_counter() - began
+            done = generate(
+                path, Path(folder) / f"{turn}.jsonl", model=MODEL, device="cpu", dtype="fp32", params=params
+            )
+            through = count / (done.seconds - loading)
+            ratios.append(through / direct)
+            rows.append({"kind": "batch", "model": MODEL, "prompts": count, "new": 8,
+                         "direct_prompts_per_second": round(direct, 2), "prompts_per_second": round(through, 2),
+                         "loading_seconds": round(loading, 3), "ratio": round(through / direct, 4)})  # fmt: skip
+    made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
+    print("ratio", statistics.median(ratios))
+    return [made | row for row in rows]
+
+
+def main() -> None:
+    parts: dict[str, Callable[..., list[Row]]] = {
+        "ttft": ttft, "replicas": replicas, "offline": offline, "times": times, "load": load, "batch": batch,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    more = (given.save or Path("results"),) if given.part == "load" else ()
+    rows = parts[given.part](given.rounds, *more)
+    if given.save is not None:
+        append(given.save, "scale", rows)
+    shown = ("kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
+             "p99_ttft_ms", "simulated_output_throughput", "simulated_p50_ttft_ms", "simulated_p99_ttft_ms", "ratio",
+             "direct_prompts_per_second", "prompts_per_second", "steps", "prompts", "turn", "request")  # fmt: skip
+    for row in rows:
+        print(json.dumps({name: row[name] for name in shown if name in row}))
+
+
+if __name__ == "__main__":
+    main()
