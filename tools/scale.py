@@ -8,16 +8,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from warpline import LLM, SamplingParams, hardware
 from warpline.bench.rows import append, provenance
@@ -26,6 +28,7 @@ from warpline.bench.serving.load import Load
 from warpline.bench.serving.process import Server
 from warpline.bench.serving.run import Asking, measured
 from warpline.scale.batch import generate
+from warpline.scale.files import Done, Output
 from warpline.scale.simulate import Asked, simulate
 from warpline.scale.times import Times
 from warpline.scale.times import measured as times_of
@@ -44,8 +47,20 @@ SINGLE = Load(prompt=16, new=2, concurrency=1, requests=300)
 
 def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
     with Server((*ONE_THREAD, *arguments), sys.executable, patience=60) as server:
-        asking = Asking(label=label, warmups=warmups, patience=120)
+        wait_until_healthy(server)
+        asking = Asking(label=label, warmups=warmups)
         return measured(Target(address_of(server.url)), loads, asking, {}, server=server)
+
+
+def wait_until_healthy(server: Server, seconds: float = 120.0) -> None:
+    """Ray's proxy answers before there is an app behind it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        server.require_alive()
+        with contextlib.suppress(OSError), urlopen(f"{server.url}/health", timeout=5):
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{server.url} is not healthy after {seconds:g} s")
 
 
 def ttft(rounds: int) -> list[Row]:
@@ -77,10 +92,12 @@ def offline(rounds: int) -> list[Row]:
         prompts = written(Path(folder) / "prompts.jsonl", 4096)
         for turn in range(rounds):
             for count in (1, 2):
-                done, stamps = followed(lambda count=count: generate(  # type: ignore[misc]
-                    prompts, Path(folder) / f"{turn}-{count}.jsonl", model=MODEL, dtype="fp32", device="cpu", threads=1,
-                    replicas=count, params=SamplingParams(max_tokens=16, ignore_eos=True),
-                ))  # fmt: skip
+                out = Path(folder) / f"{turn}-{count}.jsonl"
+                with followed() as stamps:
+                    done = generate(
+                        prompts, out, model=MODEL, dtype="fp32", device="cpu", threads=1, replicas=count,
+                        params=SamplingParams(max_tokens=16, ignore_eos=True),
+                    )  # fmt: skip
                 (first, _), (last, lines) = stamps[count * 4], stamps[-1 - count * 4]
                 steady = (lines - stamps[count * 4][1]) / (last - first)
                 rows.append({"kind": "offline", "replicas": count, "model": MODEL, "prompts": done.good,
@@ -90,10 +107,9 @@ def offline(rounds: int) -> list[Row]:
     return [made | row for row in rows]
 
 
-def followed(work: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
+@contextlib.contextmanager
+def followed() -> Iterator[list[tuple[float, int]]]:
     """When how many lines were done: starting Ray and loading models is not what is compared."""
-    from warpline.scale.files import Done, Output
-
     stamps: list[tuple[float, int]] = []
     commit = Output.commit
 
@@ -103,7 +119,7 @@ def followed(work: Callable[[], Any]) -> tuple[Any, list[tuple[float, int]]]:
 
     Output.commit = noted  # type: ignore[method-assign]
     try:
-        return work(), stamps
+        yield stamps
     finally:
         Output.commit = commit  # type: ignore[method-assign]
 
