@@ -254,7 +254,9 @@ def _write_parquet(source: Path, made: Path) -> None:
     def blocks() -> Iterator[list[dict[str, Any]]]:
         with source.open("rb") as file:
             while lines := list(itertools.islice(file, BLOCK)):
-                yield [json.loads(line) for line in lines]
+                rows = [json.loads(line) for line in lines]
+                names = dict.fromkeys(name for row in rows for name in row)  # a table takes those of its first row
+                yield [{name: row.get(name) for name in names} for row in rows]
 
     try:
         # Fields may come and go from line to line; numbers may be whole or not.
