@@ -159,10 +159,10 @@ def replicas() -> str:
     straight, through = ([r for r in rows if r.get("label") == label and "added_ttft_ms" in r] for label in TTFT_LABELS)
     if straight and through:
         (a, a99), (b, b99) = _single(straight), _single(through)
+        added = statistics.median(row["added_ttft_ms"] for row in through)
         text += (
             f"\n\nThe first token of a single request: {a:.2f} ms straight (p99 {a99:.1f}), {b:.2f} ms through Ray and "
-            f"HAProxy (p99 {b99:.1f}): **{statistics.median(row['added_ttft_ms'] for row in through):.2f} ms more**, as the "
-            "median of turns."
+            f"HAProxy (p99 {b99:.1f}): **{added:.2f} ms more**, as the median of turns."
         )
     return text
 

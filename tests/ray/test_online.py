@@ -149,7 +149,7 @@ def test_autoscaling_adds_a_replica() -> None:
 
 def test_the_config_file_of_the_examples() -> None:
     """Built as `serve run` builds it."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     from tests.test_examples import EXAMPLES
 

@@ -18,7 +18,7 @@ from warpline.errors import ConfigError, DeviceError
 from warpline.scale import batch
 from warpline.scale.batch import generate
 from warpline.scale.files import Chunk, Done, Output, Reader, chunks
-from warpline.scale.worker import Worker
+from warpline.scale.worker import AT_ONCE, Worker
 
 MODEL = "random:n_layer=2,n_head=2,n_embd=32,n_positions=64"
 ENGINE: dict[str, Any] = {"model": MODEL, "device": "cpu", "dtype": "fp32", "threads": 1, "max_batch": 4}
@@ -171,7 +171,12 @@ def test_a_run_goes_on_where_it_stood(prompts: Path, tmp_path: Path, monkeypatch
         file.write(b'{"chunks": 9')
     worked: list[Chunk] = []
     call = Worker.__call__
-    monkeypatch.setattr(Worker, "__call__", lambda self, chunk: worked.append(chunk) or call(self, chunk))
+
+    def noted(self: Worker, chunk: Chunk) -> Done:
+        worked.append(chunk)
+        return call(self, chunk)
+
+    monkeypatch.setattr(Worker, "__call__", noted)
     done = generate(prompts, out, params=PARAMS, chunk=12, **ENGINE)  # the chunks are those of the first run
     assert done.resumed == 6 * at
     assert sum(chunk.lines for chunk in worked) == 50 - 6 * at
@@ -293,5 +298,5 @@ def test_the_window_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(batch, "Worker", lambda *_: Slow())
     made = batch._here([Chunk("", i, 1, 0, -1) for i in range(1, 200)], ())
     next(made)
-    assert len(begun) <= batch.AHEAD + batch.AT_ONCE
+    assert len(begun) <= batch.AHEAD + AT_ONCE
     assert len(list(made)) == 198
