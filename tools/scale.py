@@ -148,9 +148,12 @@ def times(rounds: int) -> list[Row]:
     gc.collect()
     alone = replace(USUAL, concurrency=1, requests=60)
     (row,) = served((), [alone], "straight")
-    straight = simulate(found, asked(alone), concurrency=1)
-    request = max(0.0, row["median_ttft_ms"] / 1e3 - straight.percentile("ttft", 50))
-    found = replace(found, request=request)
+    # What a server adds to a turn, and to a request: what a single client sees beyond what the engine takes.
+    bare = simulate(found, asked(alone), concurrency=1)
+    later = row["median_tpot_ms"] / 1e3 - bare.percentile("tpot", 50)
+    found = replace(found, turn=max(0.0, found.turn + later * found.chunk))
+    first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
+    found = replace(found, request=max(0.0, first))
     made = provenance() | {"device": hardware.describe("cpu").name, "kind": "times", "model": MODEL, "dtype": "fp32"}
     return [made | {"threads": 1, **found.row()}]
 
@@ -243,8 +246,8 @@ def main() -> None:
     if given.save is not None:
         append(given.save, "scale", rows)
     shown = (
-        "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms",
-        "added_ttft_ms", "simulated_output_throughput", "simulated_p50_ttft_ms", "simulated_p99_ttft_ms", "ratio",
+        "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
+        "p99_ttft_ms", "added_ttft_ms", "simulated_output_throughput", "simulated_p50_ttft_ms", "simulated_p99_ttft_ms", "ratio",
         "direct_prompts_per_second", "prompts_per_second", "steps", "prompts", "turn", "request",
     )  # fmt: skip
     for row in rows:
