@@ -247,7 +247,8 @@ def main() -> None:
         append(given.save, "scale", rows)
     shown = (
         "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
-        "p99_ttft_ms", "added_ttft_ms", "simulated_output_throughput", "simulated_p50_ttft_ms", "simulated_p99_ttft_ms", "ratio",
+        "p99_ttft_ms", "added_ttft_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
+        "simulated_p99_ttft_ms", "ratio",
         "direct_prompts_per_second", "prompts_per_second", "steps", "prompts", "turn", "request",
     )  # fmt: skip
     for row in rows:
