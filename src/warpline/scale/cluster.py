@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,10 +81,11 @@ def connected(address: str | None, *, serve: bool = False, cpus: float | None = 
     }
     try:
         if address is None:
-            ray.init(
-                address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet,
-                object_store_memory=OBJECT_STORE, num_cpus=None if cpus is None else max(1, round(cpus)),
-            )  # fmt: skip
+            with _group_of_its_own():
+                ray.init(
+                    address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet,
+                    object_store_memory=OBJECT_STORE, num_cpus=None if cpus is None else max(1, round(cpus)),
+                )  # fmt: skip
         else:
             _require_reachable(address)
             ray.init(address=address, **quiet)
@@ -96,6 +99,22 @@ def connected(address: str | None, *, serve: bool = False, cpus: float | None = 
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _group_of_its_own() -> Iterator[None]:
+    """What is started meanwhile is no part of our group of processes: a terminal sends Ctrl-C to all of a group, and
+    replicas would end before they have drained."""
+    ours = os.getpgrp()
+    with subprocess.Popen(["sleep", "3600"], process_group=0) as other:  # a group lasts as long as somebody is in it
+        try:
+            with contextlib.suppress(PermissionError):  # who leads a session cannot leave, and has no terminal's group
+                os.setpgid(0, other.pid)
+            yield
+        finally:
+            with contextlib.suppress(PermissionError):
+                os.setpgid(0, ours)
+            other.kill()
 
 
 def _require_reachable(address: str) -> None:

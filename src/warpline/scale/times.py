@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (8, 32, 128, 512, 2048)
 #: Steps, tokens of the prompts before them, and how often each point is measured.
-STEPS, BEFORE, REPEATS = 48, 8, 3
+STEPS, BEFORE, ROUNDS = 48, 8, 4
 #: Tokens of prompts that show what the context costs.
 LONG = 256
 
@@ -68,37 +69,37 @@ def between(points: Sequence[tuple[int, float]], at: float) -> float:
 
 
 def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -> Times:
-    """Of a model that is loaded, with nothing else running."""
+    """Of a model that is loaded, with nothing else running. Steps are those of streams, as a server has them: what the
+    host does between two launches is in them. Every point is measured in every round, and its mean counts: a machine's
+    speed changes from minute to minute, and a server has the mean of it."""
     context, slots = llm.config.n_positions, llm.max_batch
     lanes = [n for n in LANES if n < slots] + [slots]
-    short = min(BEFORE, context // 4)
-    steps = min(STEPS, context // 2)
-
-    def decoded(count: int, prompt: int) -> float:
-        return min(_generated(llm, count, prompt, steps)[1] for _ in range(REPEATS))
-
-    found = []
-    for count in lanes:
-        found.append((count, decoded(count, short)))
-        advance(1)
+    short, steps = min(BEFORE, context // 4), min(STEPS, context // 2)
     long = min(LONG, context - steps - 1)
-    position = (decoded(slots, long) - found[-1][1]) / (slots * (long - short)) if long > short else 0.0
-    position = max(0.0, position)
-    mean = short + steps / 2
-    prompts = []
-    for tokens in PROMPTS:
-        count = -(-tokens // min(tokens, context - 2, 128))
-        if count <= slots and tokens <= llm.executor.prompt_tokens:
-            prompts.append((tokens, min(_generated(llm, count, tokens // count, 2)[0] for _ in range(REPEATS))))
-        advance(1)
-    # What the host does beside: a stream of one sequence, whose turns are known, less its prompt and its steps.
-    turns, wall = min((_streamed(llm, short, steps) for _ in range(REPEATS)), key=lambda found: found[1])
-    rest = wall - (steps - 1) * found[0][1] - between(prompts, short)
+    passes = [tokens for tokens in PROMPTS if tokens <= llm.executor.prompt_tokens]
+    passes = [tokens for tokens in passes if -(-tokens // min(128, context - 2)) <= slots]
+    decoded: dict[tuple[int, int], list[float]] = {}
+    prompted: dict[int, list[float]] = {}
+    for _ in range(ROUNDS):
+        for tokens in passes:
+            count = -(-tokens // min(tokens, context - 2, 128))
+            prompted.setdefault(tokens, []).append(_prompted(llm, count, tokens // count))
+        prompts = tuple((tokens, statistics.fmean(found)) for tokens, found in prompted.items())
+        for count, prompt in (*((one, short) for one in lanes), (slots, long)):
+            seconds = _streamed(llm, count, prompt, steps) - _passes(
+                prompts, count * prompt, llm.executor.prompt_tokens
+            )
+            decoded.setdefault((count, prompt), []).append(max(0.0, seconds / (steps - 1)))
+            advance(1)
+    mean = {point: statistics.fmean(found) for point, found in decoded.items()}
+    position = 0.0
+    if long > short:
+        position = max(0.0, mean[slots, long] - mean[slots, short]) / (slots * (long - short))
+    middle = short + steps / 2
     return Times(
-        steps=tuple((count, max(0.0, seconds - position * count * mean)) for count, seconds in found),
+        steps=tuple((count, max(0.0, mean[count, short] - position * count * middle)) for count in lanes),
         position=position,
-        prompts=tuple(prompts),
-        turn=max(0.0, rest / turns),
+        prompts=prompts,
         slots=slots,
         prompt_tokens=llm.executor.prompt_tokens,
         chunk=llm.executor.chunk,
@@ -107,24 +108,29 @@ def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -
     )
 
 
+def _passes(prompts: Sequence[tuple[int, float]], tokens: int, most: int) -> float:
+    """Prompts that take more than one turn."""
+    whole, rest = divmod(tokens, most)
+    return whole * between(prompts, most) + (between(prompts, rest) if rest else 0.0)
+
+
 def _prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     """That do not begin alike: beginnings that are shared would run once."""
     vocab = llm.config.vocab_size
     return [[(i * 7919 + j * 104_729 + 11) % (vocab - 1) for j in range(length)] for i in range(count)]
 
 
-def _generated(llm: LLM, count: int, prompt: int, new: int) -> tuple[float, float]:
-    """Seconds of the prompts, and of a step."""
-    params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-    timings = llm.generate(_prompts(llm, count, prompt), params)[0].timings
-    return timings.prefill_seconds, timings.decode_seconds / max(1, timings.decode_steps)
+def _prompted(llm: LLM, count: int, length: int) -> float:
+    """Seconds of a pass over prompts."""
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    return llm.generate(_prompts(llm, count, length), params)[0].timings.prefill_seconds
 
 
-def _streamed(llm: LLM, prompt: int, new: int) -> tuple[int, float]:
-    """Turns, and seconds of all of them."""
+def _streamed(llm: LLM, count: int, prompt: int, new: int) -> float:
+    """Seconds of streams that begin together."""
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
+    prompts = _prompts(llm, count, prompt)
     began = time.perf_counter()
-    handle = llm.submit(_prompts(llm, 1, prompt)[0], params)
-    handle.result()
-    wall = time.perf_counter() - began
-    return 1 + -(-(new - 5) // llm.executor.chunk), wall
+    for handle in [llm.submit(one, params) for one in prompts]:
+        handle.result()
+    return time.perf_counter() - began
