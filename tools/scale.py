@@ -92,7 +92,7 @@ def replicas(rounds: int) -> list[Row]:
     rows = []
     for _ in range(rounds):
         for count in (1, 2):
-            load = Load(prompt=16, new=64, concurrency=32 * count, requests=160 * count)
+            load = Load(prompt=16, new=64, concurrency=32 * count, requests=320 * count)
             rows += [
                 {"kind": "replicas", "replicas": count, **row}
                 for row in served(("--replicas", str(count)), [load], f"{count} × 1 thread")
