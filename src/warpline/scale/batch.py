@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Seconds after which a thread that computes in Python lets another one run.
+SWITCH_SECONDS = 1e-4
 #: Chunks that may be finished ahead of one that is not, so that a long text keeps nobody waiting.
 AHEAD = 32
 
@@ -171,6 +174,8 @@ def _here(left: list[Chunk], arguments: tuple[Any, ...]) -> Generator[Done, None
     worker = Worker(*arguments)
     coming, todo = deque[Future[Done]](), deque(left)
     pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="warpline-batch")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)  # the thread that drives the engine must not wait for one that makes lines
     try:
         while coming or todo:
             while todo and len(coming) < AHEAD and sum(not one.done() for one in coming) < AT_ONCE:
@@ -180,6 +185,7 @@ def _here(left: list[Chunk], arguments: tuple[Any, ...]) -> Generator[Done, None
             else:
                 _wait_for_any(coming)
     finally:
+        sys.setswitchinterval(before)
         pool.shutdown(wait=False, cancel_futures=True)
         worker.stop()
         pool.shutdown(wait=True)
