@@ -206,7 +206,7 @@ def batch(rounds: int) -> list[Row]:
     """`warpline.scale.generate` from file to file beside `LLM.generate` over the same prompts, in turns. Of a batch its
     first chunks are left out, for they load the model. Clock and CPU time: the clock of a shared machine wanders."""
     count, params = 2048, SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder) / "prompts.jsonl", count)
         prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
@@ -224,8 +224,8 @@ def batch(rounds: int) -> list[Row]:
             (began, before, cpu), (ended, lines, spent) = stamps[2], stamps[-1]
             through, through_cpu = (lines - before) / (ended - began), (spent - cpu) / (lines - before)
             rows.append({
-                "kind": "batch", "model": MODEL, "prompts": count, "new": 8, "direct_prompts_per_second": round(direct, 2),
-                "prompts_per_second": round(through, 2), "ratio": round(through / direct, 4),
+                "kind": "batch", "model": MODEL, "prompts": count, "new": 8,
+                "direct_prompts_per_second": round(direct, 2), "prompts_per_second": round(through, 2), "ratio": round(through / direct, 4),
                 "direct_cpu_ms": round(1e3 * direct_cpu, 3), "cpu_ms": round(1e3 * through_cpu, 3),
             })  # fmt: skip
     made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
