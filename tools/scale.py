@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import http.client
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from urllib.request import urlopen
 from warpline import LLM, SamplingParams, hardware
 from warpline.bench.rows import append, provenance
 from warpline.bench.serving.client import Target
+from warpline.bench.serving.figures import percentile
 from warpline.bench.serving.load import Load
 from warpline.bench.serving.process import Server
 from warpline.bench.serving.run import Asking, measured
@@ -41,8 +43,6 @@ ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "-
 USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
 #: Shares of the most that one replica does, and seconds of each.
 SHARES, SECONDS = (0.5, 0.8, 0.95), 45.0
-#: The first token of single requests.
-SINGLE = Load(prompt=16, new=2, concurrency=1, requests=12)
 
 
 def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
@@ -64,27 +64,41 @@ def wait_until_healthy(server: Server, seconds: float = 120.0) -> None:
 
 
 def ttft(rounds: int) -> list[Row]:
-    """One replica, straight and through Ray, both up at once and asked in turns, a few requests each: what the engine
-    itself takes varies from second to second by more than what is looked for."""
+    """A request for one token, straight and through Ray, both up at once and asked in turns. What the engine takes (the
+    server says it) differs between two processes by more than what is looked for, so it is taken off: what is left is
+    the way there and back."""
+    found: dict[str, list[tuple[float, float]]] = {"straight": [], "Ray, HAProxy": []}
     with Server(ONE_THREAD, patience=60) as straight, Server((*ONE_THREAD, "--replicas", "1"), patience=60) as through:
-        found: dict[str, list[Row]] = {}
-        for server, label in ((straight, "straight"), (through, "Ray, HAProxy")):
+        for server in (straight, through):
             wait_until_healthy(server)
-            found[label] = []
-        for turn in range(24 * rounds):
-            for server, label in ((straight, "straight"), (through, "Ray, HAProxy")):
-                asking = Asking(label=label, warmups=2 if turn else 20)
-                load = replace(SINGLE, seed=turn)
-                found[label] += measured(Target(address_of(server.url)), [load], asking, {}, server=server)
+        for turn in range(24 * rounds + 2):
+            for server, label in zip((straight, through), found, strict=True):
+                times = single(server.port, 20)
+                found[label] += times if turn > 1 else []
+    made = provenance() | {"device": hardware.describe("cpu").name, "model": MODEL}
     rows = []
-    for ones in found.values():
-        medians = [one["median_ttft_ms"] for one in ones]
-        pairs = zip(medians, (one["median_ttft_ms"] for one in found["straight"]), strict=True)
-        more = {"turns": len(ones), "added_ttft_ms": round(statistics.median(a - b for a, b in pairs), 4)}
-        more["median_ttft_ms"] = statistics.median(medians)
-        more["p99_ttft_ms"] = statistics.median(one["p99_ttft_ms"] for one in ones)
-        rows.append({"kind": "ttft", **ones[-1], **more})
+    for label, times in found.items():
+        whole, way = sorted(1e3 * all_of for all_of, _ in times), sorted(1e3 * (all_of - own) for all_of, own in times)
+        rows.append(made | {
+            "kind": "ttft", "label": label, "num_prompts": len(times), "input_len": 16, "output_len": 1,
+            "median_ttft_ms": round(percentile(whole, 50), 4), "p99_ttft_ms": round(percentile(whole, 99), 4),
+            "median_way_ms": round(percentile(way, 50), 4), "p99_way_ms": round(percentile(way, 99), 4),
+        })  # fmt: skip
     return rows
+
+
+def single(port: int, count: int) -> list[tuple[float, float]]:
+    """Of some requests, one after the other on one connection: all of their time, and the engine's share of it."""
+    body = json.dumps({"prompt": list(range(1000, 1016)), "max_tokens": 1, "temperature": 0, "return_timings": True})
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse().read()
+        found.append((time.perf_counter() - began, json.loads(answer)["timings"]["first_token_seconds"]))
+    connection.close()
+    return found
 
 
 def replicas(rounds: int) -> list[Row]:
@@ -225,7 +239,8 @@ def batch(rounds: int) -> list[Row]:
             through, through_cpu = (lines - before) / (ended - began), (spent - cpu) / (lines - before)
             rows.append({
                 "kind": "batch", "model": MODEL, "prompts": count, "new": 8,
-                "direct_prompts_per_second": round(direct, 2), "prompts_per_second": round(through, 2), "ratio": round(through / direct, 4),
+                "direct_prompts_per_second": round(direct, 2),
+                "prompts_per_second": round(through, 2), "ratio": round(through / direct, 4),
                 "direct_cpu_ms": round(1e3 * direct_cpu, 3), "cpu_ms": round(1e3 * through_cpu, 3),
             })  # fmt: skip
     made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
@@ -248,7 +263,7 @@ def main() -> None:
         append(given.save, "scale", rows)
     shown = (
         "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
-        "p99_ttft_ms", "added_ttft_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
+        "p99_ttft_ms", "median_way_ms", "p99_way_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
         "simulated_p99_ttft_ms", "ratio", "direct_cpu_ms", "cpu_ms",
         "direct_prompts_per_second", "prompts_per_second", "steps", "prompts", "turn", "request",
     )  # fmt: skip

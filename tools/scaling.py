@@ -156,21 +156,17 @@ def replicas() -> str:
             low, high = statistics.median(one), statistics.median(two)
             lines.append([name, f"{low:,.0f}", f"{high:,.0f}", f"{high / low:.2f}×"])
     text = table(["", "1 replica, tokens/s", "2 replicas", ""], lines) if lines else "Not measured yet."
-    straight, through = ([r for r in rows if r.get("label") == label and "added_ttft_ms" in r] for label in TTFT_LABELS)
+    straight, through = ([r for r in rows if r.get("label") == label and "median_way_ms" in r] for label in TTFT_LABELS)
     if straight and through:
-        (a, a99), (b, b99) = _single(straight), _single(through)
-        added = statistics.median(row["added_ttft_ms"] for row in through)
+        a, b = straight[-1], through[-1]
+        ways, tails = [f"{one['median_way_ms']:.2f}" for one in (a, b)], [f"{one['p99_way_ms']:.1f}" for one in (a, b)]
         text += (
-            f"\n\nThe first token of a single request: {a:.2f} ms straight (p99 {a99:.1f}), {b:.2f} ms through Ray and "
-            f"HAProxy (p99 {b99:.1f}): **{added:.2f} ms more**, as the median of turns."
+            f"\n\nA request for one token, alone: {a['median_ttft_ms']:.1f} ms straight, {b['median_ttft_ms']:.1f} ms "
+            "through Ray and HAProxy. Without what the engine takes, which differs from process to process, the way there "
+            f"and back is {' and '.join(ways)} ms (p99 {' and '.join(tails)}): "
+            f"**Ray adds {b['median_way_ms'] - a['median_way_ms']:.2f} ms**."
         )
     return text
-
-
-def _single(rows: Sequence[Row]) -> tuple[float, float]:
-    """Of several runs, the median of p50 and of p99."""
-    p50, p99 = (statistics.median(row[name] for row in rows) for name in ("median_ttft_ms", "p99_ttft_ms"))
-    return p50, p99
 
 
 def chart(rows: Sequence[Row]) -> Figure:

@@ -34,9 +34,9 @@ def test_the_newest_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_replicas_give_and_ray_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"kind": "replicas", "replicas": 1, "output_throughput": 500.0}
-    single = {"kind": "ttft", "label": "straight", "median_ttft_ms": 5.0, "p99_ttft_ms": 8.0, "added_ttft_ms": 0.0}
+    single = {"kind": "ttft", "label": "straight", "median_ttft_ms": 5.0, "median_way_ms": 1.0, "p99_way_ms": 2.0}
     rows = [one, one | {"replicas": 2, "output_throughput": 950.0}, single]
-    rows.append(single | {"label": "Ray, HAProxy", "median_ttft_ms": 5.5, "added_ttft_ms": 0.5})
+    rows.append(single | {"label": "Ray, HAProxy", "median_way_ms": 1.5})
     monkeypatch.setattr(scaling, "scale_rows", lambda: rows)
     assert "| 500 | 950 | 1.90× |" in scaling.replicas()
-    assert "**0.50 ms more**" in scaling.replicas()
+    assert "**Ray adds 0.50 ms**" in scaling.replicas()
