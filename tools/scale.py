@@ -1,20 +1,21 @@
 """What replicas give and what Ray costs, measured on this machine, one part at a time:
 
-    python -m tools.scale ttft|replicas|times|load|batch|offline --save results
+    python -m tools.scale ttft|replicas|load|batch|offline --save results
 
-`times` and `load` are what docs/scale.md compares: the simulator, and the server under the very same requests.
+`load` is what docs/scale.md compares: the simulator, and the server under the very same requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import http.client
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,6 +36,9 @@ from warpline.scale.simulate import Asked, simulate
 from warpline.scale.times import Times
 from warpline.scale.times import measured as times_of
 from warpline.serve.address import address_of
+from warpline.serve.app import create_app
+from warpline.serve.run import SWITCH_SECONDS, bound, url_of
+from warpline.serve.run import Server as UvicornServer
 
 Row = dict[str, Any]
 MODEL = "stories"
@@ -42,7 +46,7 @@ ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "-
 #: Of the comparison with the simulator: lengths as they are drawn for `warpline bench serve --spread`.
 USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
 #: Shares of the most that one replica does, and seconds of each.
-SHARES, SECONDS = (0.5, 0.8, 0.95), 45.0
+SHARES, SECONDS = (0.5, 0.8, 0.95), 40.0
 
 
 def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
@@ -154,49 +158,67 @@ def followed() -> Iterator[list[tuple[float, int, float]]]:
         Output.commit = commit  # type: ignore[method-assign]
 
 
-def times(rounds: int) -> list[Row]:
-    """What turns take, and a single request beside them."""
-    llm = LLM(MODEL, device="cpu", dtype="fp32", threads=1)
-    llm.generate([0], SamplingParams(max_tokens=2))
-    found = times_of(llm)
-    llm.close()
-    gc.collect()
-    alone = replace(USUAL, concurrency=1, requests=60)
-    (row,) = served((), [alone], "straight")
-    # What a server adds to a turn, and to a request: what a single client sees beyond what the engine takes.
-    bare = simulate(found, asked(alone), concurrency=1)
-    later = row["median_tpot_ms"] / 1e3 - bare.percentile("tpot", 50)
-    found = replace(found, turn=max(0.0, found.turn + later * found.chunk))
-    first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
-    found = replace(found, request=max(0.0, first))
-    made = provenance() | {"device": hardware.describe("cpu").name, "kind": "times", "model": MODEL, "dtype": "fp32"}
-    return [made | {"threads": 1, **found.row()}]
-
-
 def asked(load: Load) -> list[Asked]:
     lengths, moments = load.lengths(), load.arrivals()
     return [Asked(at, prompt, new) for at, (prompt, new) in zip(moments, lengths, strict=True)]
 
 
-def newest(kind: str, folder: Path) -> Row:
-    rows = [json.loads(line) for line in (folder / "cpu" / "scale.jsonl").read_text().splitlines()]
-    return next(row for row in reversed(rows) if row["kind"] == kind)
-
-
-def load(rounds: int, folder: Path) -> list[Row]:
-    """The server at shares of what it does at most, and the simulator with the same requests."""
-    found = Times.of(newest("times", folder))
-    most = replace(USUAL, requests=320, concurrency=64)
-    (full,) = served((), [most], "straight")
-    rows = [{"kind": "load", "share": None, **full, **predicted(found, most)}]
-    loads = []
-    for share in SHARES:
-        rate = round(share * full["request_throughput"], 3)
-        loads.append(replace(USUAL, rate=rate, requests=round(rate * SECONDS)))
-    for share, one in zip(SHARES, loads, strict=True):
-        (row,) = served((), [one], "straight")
-        rows.append({"kind": "load", "share": share, **row, **predicted(found, one)})
+def load(rounds: int) -> list[Row]:
+    """The server at shares of what it does at most, and the simulator with the same requests. The times are measured in
+    the very process that serves: one sequence takes 4 ms a step in one process and 6 in the next. The client has a
+    process of its own."""
+    llm = LLM(MODEL, device="cpu", dtype="fp32", threads=1)
+    llm.generate([0], SamplingParams(max_tokens=2))
+    found = times_of(llm)
+    with here(llm) as url:
+        alone = replace(USUAL, concurrency=1, requests=60)
+        row = client(url, alone)
+        # What a server adds to a turn, and to a request: what a single client sees beyond what the engine takes.
+        bare = simulate(found, asked(alone), concurrency=1)
+        later = row["median_tpot_ms"] / 1e3 - bare.percentile("tpot", 50)
+        found = replace(found, turn=max(0.0, found.turn + later * found.chunk))
+        first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
+        found = replace(found, request=max(0.0, first))
+        made = {name: row[name] for name in (*provenance(), "device", "model")}
+        rows = [made | {"kind": "times", "threads": 1, **found.row()}]
+        most = replace(USUAL, requests=320, concurrency=64)
+        full = client(url, most)
+        rows.append({"kind": "load", "share": None, **full, **predicted(found, most)})
+        for share in SHARES:
+            rate = round(share * full["request_throughput"], 3)
+            one = replace(USUAL, rate=rate, requests=round(rate * SECONDS))
+            rows.append({"kind": "load", "share": share, **client(url, one), **predicted(found, one)})
     return rows
+
+
+@contextlib.contextmanager
+def here(llm: LLM) -> Iterator[str]:
+    """A server of this process, in a thread."""
+    server = UvicornServer(create_app(llm))
+    listening = bound("127.0.0.1", 0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    thread = threading.Thread(target=server.run_on, args=(listening,))
+    thread.start()
+    try:
+        yield url_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+def client(url: str, load: Load) -> Row:
+    """`warpline bench serve`, which sends this."""
+    options = {
+        "url": url, "label": "straight", "requests": load.requests, "prompt": load.prompt, "new": load.new,
+        "spread": load.spread, "context": load.context, "concurrency": load.concurrency, "rate": load.rate,
+    }  # fmt: skip
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "warpline", "bench", "serve", "--json", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    return dict(row)
 
 
 def predicted(times: Times, load: Load) -> Row:
@@ -250,15 +272,14 @@ def batch(rounds: int) -> list[Row]:
 
 def main() -> None:
     parts: dict[str, Callable[..., list[Row]]] = {
-        "ttft": ttft, "replicas": replicas, "offline": offline, "times": times, "load": load, "batch": batch,
+        "ttft": ttft, "replicas": replicas, "offline": offline, "load": load, "batch": batch,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    more = (given.save or Path("results"),) if given.part == "load" else ()
-    rows = parts[given.part](given.rounds, *more)
+    rows = parts[given.part](given.rounds)
     if given.save is not None:
         append(given.save, "scale", rows)
     shown = (

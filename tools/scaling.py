@@ -122,7 +122,7 @@ def simulator() -> str:
     """The simulator beside the server, under the same requests."""
     loads = _loads()
     if not loads:
-        return "Not measured yet: `python -m tools.scale times --save results`, then `load`."
+        return "Not measured yet: `python -m tools.scale load --save results`."
     lines = []
     for row in loads:
         name = "all at once" if row["share"] is None else f"{100 * row['share']:.0f} % ({row['request_rate']:g}/s)"
@@ -162,7 +162,7 @@ def replicas() -> str:
         ways, tails = [f"{one['median_way_ms']:.2f}" for one in (a, b)], [f"{one['p99_way_ms']:.1f}" for one in (a, b)]
         text += (
             f"\n\nA request for one token, alone: {a['median_ttft_ms']:.1f} ms straight, {b['median_ttft_ms']:.1f} ms "
-            "through Ray and HAProxy. Without what the engine takes, which differs from process to process, the way there "
+            "through Ray and HAProxy. Without what the engine takes, which differs between processes, the way there "
             f"and back is {' and '.join(ways)} ms (p99 {' and '.join(tails)}): "
             f"**Ray adds {b['median_way_ms'] - a['median_way_ms']:.2f} ms**."
         )
