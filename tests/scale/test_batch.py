@@ -219,7 +219,7 @@ def test_an_engine_that_fails_ends_the_job_and_not_the_lines(
         raise DeviceError("the GPU is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "generate", broken)
+        patch.setattr(LLM, "start", broken)
         with pytest.raises(DeviceError, match="the GPU is gone"):
             generate(prompts, tmp_path / "out.jsonl", params=PARAMS, **ENGINE)
     assert generate(prompts, tmp_path / "out.jsonl", params=PARAMS, **ENGINE).good == 50

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from warpline.config import SamplingParams
+from warpline.engine.engine import Job
+from warpline.engine.request import Request
+from warpline.engine.text import Text, Texts, watched
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.scale.files import Chunk, Done, Reader
 from warpline.scale.lines import BadLine, OpenAI, Plain, dumped, read
@@ -20,13 +28,20 @@ if TYPE_CHECKING:
 AT_ONCE = 3
 
 
+def _loaded(model: str, engine: dict[str, Any]) -> LLM:
+    """In a thread that ends then, and with it the team of threads that OpenMP has given it."""
+    from warpline.engine.llm import LLM
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: LLM(model, **engine)).result()
+
+
 class Worker:
     """Several threads may call it: their lines share one running batch."""
 
     def __init__(self, model: str, engine: dict[str, Any], defaults: SamplingParams, column: str):
-        from warpline.engine.llm import LLM
-
-        self._llm: LLM = LLM(model, **engine)
+        self._llm = _loaded(model, engine)
+        self._stopped = False
         self._defaults, self._column = defaults, column
         self._lock = threading.Lock()
         self._reader = Reader()
@@ -73,6 +88,7 @@ class Worker:
 
     def stop(self) -> None:
         """Call off what is under way: whoever waits for it gets an error."""
+        self._stopped = True
         self._llm.engine.cancel_all()
 
     def close(self) -> None:
@@ -82,33 +98,80 @@ class Worker:
         self._llm.close()
 
     def _generate(self, lines: list[Plain]) -> list[tuple[bool, bytes, int]]:
-        """All at once, and one by one if something is wrong with one of them."""
-        llm = self._llm
+        """All at once. The engine's own thread computes, and no other: where several threads use OpenMP, each has a team
+        of threads, and none of them may spin."""
+        answers: list[tuple[bool, bytes, int]] = [(True, b"", 0)] * len(lines)
+        texts = Texts(self._llm.tokenizer, len(lines))
+        jobs: dict[int, tuple[Job, Text | None]] = {}
+        for i, (line, ids) in enumerate(zip(lines, self._encoded(lines), strict=True)):
+            try:
+                jobs[i] = self._job(line, ids, texts.arrays[i])
+            except ConfigError as error:
+                answers[i] = False, BadLine(line.number, str(error), line.fields).line, 0
+        self._run([job for job, _ in jobs.values()])
+        found = texts.finish()
+        for i, (job, text) in jobs.items():
+            if isinstance(job.error, ModelError):  # of this line alone
+                answers[i] = False, BadLine(lines[i].number, str(job.error), lines[i].fields).line, 0
+            elif job.error is not None:
+                raise job.error
+            else:
+                made, reason = found[i] if text is None else text.finish(), str(job.finish_reason)
+                answers[i] = True, lines[i].answer(made, reason, job.prompt_length, len(job.tokens)), len(job.tokens)
+        return answers
+
+    def _encoded(self, lines: list[Plain]) -> list[list[int] | ConfigError]:
+        """Ids, or what is wrong with a text."""
+        encode = self._llm.tokenizer.encode_many
+        texts = [line.prompt for line in lines if isinstance(line.prompt, str)]
+        found: Iterator[list[int] | ConfigError]
         try:
-            texts = [line.prompt for line in lines if isinstance(line.prompt, str)]
-            encoded = iter(llm.tokenizer.encode_many(texts, special=True))
-            prompts = [next(encoded) if isinstance(line.prompt, str) else line.prompt for line in lines]
-            context = llm.config.n_positions
-            params = [  # said once for the job and not for every chunk: what has no room is left out
-                line.params
-                if len(ids) + line.params.max_tokens <= context
-                else _shortened(line.params, max(1, context - len(ids)))
-                for line, ids in zip(lines, prompts, strict=True)
-            ]
-            found = llm.generate(prompts, params)
-        except (ConfigError, ModelError) as error:
-            if len(lines) == 1:
-                return [(False, BadLine(lines[0].number, str(error), lines[0].fields).line, 0)]
-            half = len(lines) // 2
-            return self._generate(lines[:half]) + self._generate(lines[half:])
-        return [
-            (True, line.answer(one.text, one.finish_reason, len(ids), len(one.token_ids)), len(one.token_ids))
-            for line, ids, one in zip(lines, prompts, found, strict=True)
-        ]
+            found = iter(encode(texts, special=True))
+        except ConfigError:
+            found = iter([_tried(encode, text) for text in texts])
+        return [next(found) if isinstance(line.prompt, str) else line.prompt for line in lines]
+
+    def _job(self, line: Plain, ids: list[int] | ConfigError, arrays: list[np.ndarray]) -> tuple[Job, Text | None]:
+        if isinstance(ids, ConfigError):
+            raise ids
+        config, params = self._llm.config, line.params
+        if len(ids) > config.n_positions:
+            most = f"the model's context is {config.n_positions:,}"
+            raise ConfigError(f"the prompt has {len(ids):,} tokens, but {most}: shorten it")
+        if not ids or min(ids) < 0 or max(ids) >= config.vocab_size:
+            raise ConfigError(
+                f"the prompt holds no token, or one outside the model's vocabulary of {config.vocab_size:,}"
+            )
+        limit = min(len(ids) + params.max_tokens, max(config.n_positions, len(ids) + 1))  # one token needs no position
+        if params.min_tokens > limit - len(ids):
+            params = replace(params, max_tokens=limit - len(ids), min_tokens=limit - len(ids))
+        job = Job(Request(ids, params, params.seed or 0, 0, limit), arrays=arrays)
+        stops = params.stops
+        return job, watched(job, self._llm.tokenizer, config.eos_token_id) if stops else None
+
+    def _run(self, jobs: list[Job]) -> None:
+        left, ended = {id(job) for job in jobs}, threading.Event()
+
+        def told(job: Job) -> None:  # by the engine's thread
+            if job.finished:
+                left.discard(id(job))
+                if not left:
+                    ended.set()
+
+        for job in jobs:
+            job.notify = functools.partial(told, job)
+        if jobs:
+            self._llm.start(jobs)
+            while not ended.wait(1.0):
+                if self._stopped:
+                    raise DeviceError("the job was called off")
 
 
-def _shortened(params: SamplingParams, room: int) -> SamplingParams:
-    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+def _tried(encode: Any, text: str) -> list[int] | ConfigError:
+    try:
+        return list(encode([text], special=True)[0])
+    except ConfigError as error:
+        return error
 
 
 class Server:
