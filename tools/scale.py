@@ -238,41 +238,56 @@ def written(path: Path, count: int) -> Path:
     return path
 
 
+#: Short prompts, and a few tokens of each.
+SHORT = 2048
+FEW = SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
+
+
 def batch(rounds: int) -> list[Row]:
-    """`warpline.scale.generate` from file to file beside `LLM.generate` over the same prompts, in turns. Of a batch its
-    first chunks are left out, for they load the model. Clock and CPU time: the clock of a shared machine wanders."""
-    count, params = 2048, SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
+    """`warpline.scale.generate` from file to file beside `LLM.generate` over the same prompts, in turns, each in a
+    process of its own: threads of OpenMP that the one has left behind slow down the other."""
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder) / "prompts.jsonl", count)
-        prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
-        for turn in range(4 * rounds):
-            llm = LLM(MODEL, device="cpu", dtype="fp32")
-            llm.generate(prompts[:64], params)
-            began, cpu = time.perf_counter(), time.process_time()
-            llm.generate(prompts, params)
-            direct, direct_cpu = count / (time.perf_counter() - began), (time.process_time() - cpu) / count
-            llm.close()
-            with followed() as stamps:
-                generate(
-                    path, Path(folder) / f"{turn}.jsonl", model=MODEL, device="cpu", dtype="fp32", params=params
-                )  # fmt: skip
-            (began, before, cpu), (ended, lines, spent) = stamps[2], stamps[-1]
-            through, through_cpu = (lines - before) / (ended - began), (spent - cpu) / (lines - before)
-            rows.append({
-                "kind": "batch", "model": MODEL, "prompts": count, "new": 8,
-                "direct_prompts_per_second": round(direct, 2),
-                "prompts_per_second": round(through, 2), "ratio": round(through / direct, 4),
-                "direct_cpu_ms": round(1e3 * direct_cpu, 3), "cpu_ms": round(1e3 * through_cpu, 3),
-            })  # fmt: skip
     made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
+    for _ in range(4 * rounds):
+        found = {}
+        for way in ("direct", "through"):
+            command = [sys.executable, "-m", "tools.scale", way]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[way] = json.loads(done.stdout.splitlines()[-1])
+        ratio = found["through"]["prompts_per_second"] / found["direct"]["prompts_per_second"]
+        shape = {"kind": "batch", "model": MODEL, "prompts": SHORT, "new": FEW.max_tokens, "ratio": round(ratio, 4)}
+        rows.append(made | shape | {f"{way}_{name}": value for way in found for name, value in found[way].items()})
     print("ratio", statistics.median(row["ratio"] for row in rows))
-    return [made | row for row in rows]
+    return rows
+
+
+def direct(rounds: int) -> list[Row]:
+    """`LLM.generate`, warm."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = written(Path(folder) / "prompts.jsonl", SHORT).read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    llm = LLM(MODEL, device="cpu", dtype="fp32")
+    llm.generate(prompts[:64], FEW)
+    began, cpu = time.perf_counter(), time.process_time()
+    llm.generate(prompts, FEW)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return [{"prompts_per_second": round(SHORT / seconds, 2), "cores": round(cpu / seconds, 3)}]
+
+
+def through(rounds: int) -> list[Row]:
+    """From file to file, without the first and the last chunks: they load the model, or leave slots empty."""
+    with tempfile.TemporaryDirectory() as folder, followed() as stamps:
+        path = written(Path(folder) / "prompts.jsonl", SHORT)
+        generate(path, Path(folder) / "out.jsonl", model=MODEL, device="cpu", dtype="fp32", params=FEW)
+    (began, before, cpu), (ended, lines, spent) = stamps[3], stamps[-4]
+    rate, cores = (lines - before) / (ended - began), (spent - cpu) / (ended - began)
+    return [{"prompts_per_second": round(rate, 2), "cores": round(cores, 3)}]
 
 
 def main() -> None:
     parts: dict[str, Callable[..., list[Row]]] = {
         "ttft": ttft, "replicas": replicas, "offline": offline, "load": load, "batch": batch,
+        "direct": direct, "through": through,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
@@ -285,8 +300,8 @@ def main() -> None:
     shown = (
         "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
         "p99_ttft_ms", "median_way_ms", "p99_way_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
-        "simulated_p99_ttft_ms", "ratio", "direct_cpu_ms", "cpu_ms",
-        "direct_prompts_per_second", "prompts_per_second", "steps", "prompts", "turn", "request",
+        "simulated_p99_ttft_ms", "ratio", "direct_prompts_per_second", "through_prompts_per_second", "cores",
+        "prompts_per_second", "steps", "prompts", "turn", "request",
     )  # fmt: skip
     for row in rows:
         print(json.dumps({name: row[name] for name in shown if name in row}))

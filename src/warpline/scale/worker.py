@@ -98,8 +98,8 @@ class Worker:
         self._llm.close()
 
     def _generate(self, lines: list[Plain]) -> list[tuple[bool, bytes, int]]:
-        """All at once. The engine's own thread computes, and no other: where several threads use OpenMP, each has a team
-        of threads, and none of them may spin."""
+        """All at once. The engine's own thread computes, and no other: every thread that uses OpenMP gets a team, and
+        where teams have more threads than there are cores, they sleep between two loops instead of spinning."""
         answers: list[tuple[bool, bytes, int]] = [(True, b"", 0)] * len(lines)
         texts = Texts(self._llm.tokenizer, len(lines))
         jobs: dict[int, tuple[Job, Text | None]] = {}
