@@ -184,11 +184,13 @@ def chart(rows: Sequence[Row]) -> Figure:
     for axes, title in ((left, "output tokens per second"), (right, "ms to the first token")):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("load, % of the most")
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
-    left.yaxis.set_major_formatter("{x:,.0f}")
+    left.set_ylim(bottom=0)
+    right.set_yscale("log")  # near the most it waits for a slot, and no longer for a launch
+    for axes in (left, right):
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     return figure
 
 
