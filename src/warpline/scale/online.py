@@ -31,6 +31,8 @@ MARGIN = 256
 BUSY = 0.75
 #: Seconds of too much, or of too little, before Ray acts. A replica takes seconds to load, and is cheap to keep.
 UPSCALE, DOWNSCALE = 5.0, 120.0
+#: Seconds between two looks at the cluster while all is well.
+LOOK = 5.0
 #: Seconds between two looks of Ray's at a replica, and how long an answer may take.
 HEALTH_PERIOD, HEALTH_TIMEOUT = 5.0, 30.0
 
@@ -146,7 +148,7 @@ def serve(
         cluster.require_room(count or 1, each, has)
         span = count if count is not None else (1, most)
         app = _application(model, engine, settings, span, each, shutdown_timeout)
-        stop = threading.Event()
+        stop, alive = threading.Event(), True
         before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
         try:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -159,14 +161,27 @@ def serve(
                 if ready is not None:
                     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
                     ready(url, f"{many} of {each.gpus:g} GPU" if each.gpus else f"{many} of {each.cpus:g} CPU(s)")
-                stop.wait()
+                while not stop.wait(LOOK):
+                    alive = _answers(ray, ray_serve)
+                    if not alive:
+                        raise DeviceError("the Ray cluster has died, and the replicas with it: start anew")
         finally:
             for one, handler in before.items():
                 signal.signal(one, handler)
-            if address is None:
+            if alive and address is None:
                 ray_serve.shutdown()
-            else:
+            elif alive:
                 ray_serve.delete(NAME)
+
+
+def _answers(ray: Any, ray_serve: Any) -> bool:
+    """Whether the cluster is there."""
+    try:
+        ray_serve.status()
+    except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
+        logger.debug("the cluster does not answer: %s", error)
+        return False
+    return True
 
 
 def _wait_until_running(ray_serve: Any, stop: threading.Event) -> None:
