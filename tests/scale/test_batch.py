@@ -185,13 +185,21 @@ def test_a_run_goes_on_where_it_stood(prompts: Path, tmp_path: Path, monkeypatch
 
 
 def test_another_job_is_not_gone_on_with(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Output, done: Done) -> None:
-        raise Interrupted
+    commit = Output.commit
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Output, "commit", broken)
-        with pytest.raises(Interrupted):
-            generate(prompts, tmp_path / "out.jsonl", params=PARAMS, **ENGINE)
+    def breaking(most: int) -> Any:
+        def broken(self: Output, done: Done) -> None:
+            if self.chunks == most:
+                raise Interrupted
+            commit(self, done)
+
+        return broken
+
+    for most, params in ((0, SamplingParams(max_tokens=3)), (1, PARAMS)):  # of the first nothing is done
+        with monkeypatch.context() as patch:
+            patch.setattr(Output, "commit", breaking(most))
+            with pytest.raises(Interrupted):
+                generate(prompts, tmp_path / "out.jsonl", params=params, **ENGINE)
     with pytest.raises(ConfigError, match=r"out.jsonl.progress is of a job with another params"):
         generate(prompts, tmp_path / "out.jsonl", **ENGINE)
     with prompts.open("a") as file:

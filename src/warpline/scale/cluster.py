@@ -79,6 +79,8 @@ def connected(address: str | None, *, serve: bool = False, cpus: float | None = 
         "log_to_driver": logging.getLogger("warpline").isEnabledFor(logging.DEBUG),
         "namespace": "warpline",
     }
+    if address is not None:
+        _require_reachable(address)
     try:
         if address is None:
             with _group_of_its_own():
@@ -87,7 +89,6 @@ def connected(address: str | None, *, serve: bool = False, cpus: float | None = 
                     object_store_memory=OBJECT_STORE, num_cpus=None if cpus is None else max(1, round(cpus)),
                 )  # fmt: skip
         else:
-            _require_reachable(address)
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0][:200]

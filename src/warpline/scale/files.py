@@ -172,12 +172,13 @@ class Output:
                 break
             known.append(json.loads(line))
             whole += len(line)
-        self._journal.truncate(whole)
-        if not known:
+        begun, last = (known[0], known[-1]) if known else ({}, {})
+        other = [name for name in job if name != "chunk" and begun.get(name) != job[name]]
+        if not known or (other and len(known) == 1):  # nothing was done for another job: it is forgotten
+            self._journal.truncate(0)
             self._note(job)
             return job, (0, 0)
-        begun, last = known[0], known[-1]
-        other = [name for name in job if name != "chunk" and begun.get(name) != job[name]]
+        self._journal.truncate(whole)
         if other:
             raise ConfigError(
                 f"{self._progress} is of a job with another {other[0]}: run that to its end, or remove it to begin anew"
