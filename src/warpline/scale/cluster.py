@@ -133,6 +133,16 @@ def _require_reachable(address: str) -> None:
         ) from error
 
 
+def answers(head: str) -> bool:
+    """Whether the head of a cluster is there. Ray itself tries for a minute, and then ends the process."""
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
 def here() -> dict[str, float]:
     """What this machine has, in Ray's words."""
     import torch

@@ -148,7 +148,7 @@ def serve(
         cluster.require_room(count or 1, each, has)
         span = count if count is not None else (1, most)
         app = _application(model, engine, settings, span, each, shutdown_timeout)
-        stop, alive = threading.Event(), True
+        stop, alive, head = threading.Event(), True, ray.get_runtime_context().gcs_address
         before = {one: signal.signal(one, lambda *_: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
         try:
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -162,7 +162,7 @@ def serve(
                     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
                     ready(url, f"{many} of {each.gpus:g} GPU" if each.gpus else f"{many} of {each.cpus:g} CPU(s)")
                 while not stop.wait(LOOK):
-                    alive = _answers(ray, ray_serve)
+                    alive = cluster.answers(head)
                     if not alive:
                         raise DeviceError("the Ray cluster has died, and the replicas with it: start anew")
         finally:
@@ -172,16 +172,6 @@ def serve(
                 ray_serve.shutdown()
             elif alive:
                 ray_serve.delete(NAME)
-
-
-def _answers(ray: Any, ray_serve: Any) -> bool:
-    """Whether the cluster is there."""
-    try:
-        ray_serve.status()
-    except (ray.exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
-        logger.debug("the cluster does not answer: %s", error)
-        return False
-    return True
 
 
 def _wait_until_running(ray_serve: Any, stop: threading.Event) -> None:
