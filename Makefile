@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve browser test test-transformers test-hf-suite test-gpu sanitize bench-cpu bench-gpu bench-servers ladder-gpu tune-gpu profile-cpu profile-gpu \
+.PHONY: help demo serve browser test test-transformers test-hf-suite test-ray test-gpu sanitize bench-cpu bench-gpu bench-servers ladder-gpu tune-gpu profile-cpu profile-gpu \
 	check docker format readme clean
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test     run the tests (no GPU needed)"
 	@echo "make test-transformers  run the patch's tests with older versions of transformers, in .venvs/"
 	@echo "make test-hf-suite  run transformers' own model tests on plain and patched models, in .venvs/ (ten minutes)"
+	@echo "make test-ray run the tests on a local Ray, which it installs into $(VENV) (three minutes)"
 	@echo "make test-gpu run the tests that need a CUDA GPU, with the python3 that has a CUDA torch"
 	@echo "make sanitize run the kernels' small shapes, and a small model, under compute-sanitizer, on a CUDA GPU"
 	@echo "make bench-cpu  every workload with every CPU method, into results/ (ten minutes)"
@@ -81,6 +82,10 @@ test-hf-suite: .venvs/suite/.ready $(ENVIRONMENTS:%=%/.ready)
 .venvs/suite/.ready: | $(VENV)/.dev
 	$(PIP) install --target $(@D)/packages parameterized psutil
 	touch $@
+
+# Ray is large (240 MB), so `make test` does without it. Replicas have processes of their own, which take the cores.
+test-ray: $(VENV)/.ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray --timeout 300
 
 # A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled. Where time is
 # short, files run side by side, in processes of their own; what measures time, in test_bench.py, test_hf.py and
@@ -198,3 +203,8 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "Installing warpline and its development tools into $(VENV) (once)"
 	$(PIP) install --progress-bar on -e ".[dev]"
 	@touch $@ $(VENV)/.core $(VENV)/.serve
+
+$(VENV)/.ray: $(VENV)/.dev
+	@echo "Installing Ray into $(VENV) (once)"
+	$(PIP) install --progress-bar on -e ".[dev,ray]"
+	@touch $@

@@ -28,7 +28,8 @@ ALLOWED = {
     "profile": {"base", "model", "kernels", "engine", "bench", "profile"},
     "hf": {"base", "model", "kernels", "engine", "bench", "hf"},
     "serve": {"base", "model", "engine", "serve"},
-    "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "cluster", "cli"},
+    "scale": {"base", "model", "engine", "serve", "scale"},
+    "cli": {"base", "model", "kernels", "engine", "profile", "bench", "tune", "hf", "serve", "scale", "cli"},
 }
 
 SILENT_IMPORT = (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import benchmarks, ladders, profiles, tuning
+from tools import benchmarks, ladders, profiles, scaling, tuning
 from warpline import LLM, SamplingParams
 from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
@@ -151,6 +151,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "profile verdicts": profiles.verdicts,
     },
     "docs/tuning.md": {"tune gains": tuning.gains},
+    "docs/scale.md": {
+        "scale replicas": scaling.replicas,
+        "scale replica": scaling.replica,
+        "scale tensor": scaling.tensor,
+        "scale plan": scaling.plan,
+        "scale simulator": scaling.simulator,
+    },
 }
 
 
@@ -176,6 +183,7 @@ def main() -> None:
     ladders.draw()
     tuning.draw()
     profiles.draw()
+    scaling.draw()
     tuning.ship()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")

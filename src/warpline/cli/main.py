@@ -12,6 +12,7 @@ import typer
 
 from warpline import __version__
 from warpline.cli import (
+    batch,
     bench,
     bench_serve,
     chat,
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("batch")(batch.batch)
 app.command("models")(models.models)
 app.command("export")(export.export)
 benches = typer.Typer(cls=DefaultGroup)

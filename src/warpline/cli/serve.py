@@ -50,6 +50,13 @@ def serve(
     dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline[ray]'."),
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Serve a model: OpenAI's API at /v1, a page at /, Prometheus' metrics at /metrics."""
@@ -82,6 +89,19 @@ def serve(
     )
     if not run.is_loopback(host) and not keys:
         _say(f"note: {host} can be reached from other machines, and there is no --api-key")
+    if replicas is not None:
+        from warpline.scale import online
+
+        _say(f"starting replicas of {model}")
+        online.serve(
+            model, settings,
+            {"device": device, "dtype": dtype, "executor": executor, "max_batch": max_batch, "threads": threads},
+            replicas=replicas, address=ray_address, host=host, port=port, shutdown_timeout=shutdown_timeout,
+            ready=lambda url, what: _at(f"{model}, {what},", url),
+        )  # fmt: skip
+        return
+    if ray_address is not None:
+        raise ConfigError("--ray-address is for --replicas: say how many")
 
     def load() -> LLM:
         _say(f"loading {model}")
@@ -98,7 +118,11 @@ def serve(
 
 def _ready(url: str, state: State) -> None:
     backend = state.backend
-    _say(f"{state.name} ({backend.dtype}, {backend.device.name}, {backend.max_batch} at once) at {url}")
+    _at(f"{state.name} ({backend.dtype}, {backend.device.name}, {backend.max_batch} at once)", url)
+
+
+def _at(what: str, url: str) -> None:
+    _say(f"{what} at {url}")
     _say(f"OpenAI's API: base_url {url}/v1 · its description: {url}/docs · Ctrl-C ends")
 
 

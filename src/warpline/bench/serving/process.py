@@ -36,8 +36,8 @@ class Server:
     """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another, with these arguments and a
     port."""
 
-    def __init__(self, arguments: Sequence[str], python: str = sys.executable):
-        self.port = free_port()
+    def __init__(self, arguments: Sequence[str], python: str = sys.executable, *, patience: float = PATIENCE):
+        self.port, self._patience = free_port(), patience
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = [python, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
 
@@ -53,7 +53,7 @@ class Server:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(self._patience)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,0 +1,248 @@
+"""Many prompts from a file into a file: in this process, or with Ray Data over replicas, with the same results."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warpline.config import EngineConfig, SamplingParams
+from warpline.engine.llm import MOST_SLOTS
+from warpline.errors import ConfigError, DeviceError, WarplineError
+from warpline.model import weights
+from warpline.model.builtin import DEFAULT
+from warpline.progress import progress
+from warpline.scale import cluster
+from warpline.scale.files import Chunk, Done, Output, beside, chunks, digest, errors_of, is_parquet, parquet
+from warpline.scale.lines import dumped
+from warpline.scale.worker import AT_ONCE, Actor, Worker
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which a thread that computes in Python lets another one run.
+SWITCH_SECONDS = 1e-4
+#: Chunks that may be finished ahead of one that is not, so that a long text keeps nobody waiting.
+AHEAD = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of a job."""
+
+    out: Path
+    errors: Path | None  # where the bad lines are, if there are any
+    lines: int
+    good: int
+    bad: int
+    tokens: int  # of all texts
+    resumed: int  # lines that an earlier run had done
+    seconds: float  # of this run
+
+
+def generate(
+    data: str | Path | Iterable[Any] | Dataset,
+    out: str | Path,
+    *,
+    model: str = DEFAULT,
+    params: SamplingParams | None = None,
+    column: str = "prompt",
+    replicas: int | str | None = None,
+    ray_address: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    executor: str = "auto",
+    max_batch: int | None = None,
+    threads: int | None = None,
+    gpus: float | None = None,
+    chunk: int | None = None,
+) -> Report:
+    """Complete every prompt of a JSONL or Parquet file, of a Ray dataset or of any iterable, and write the results to
+    `out`, JSONL or Parquet by its name, in the order of the input.
+
+    A line has a prompt in `column` and, if it likes, settings of its own; or it is a request of OpenAI's batch format.
+    Its seed, if it has none, is that of `params` plus its place. Bad lines are reported beside the results.
+    A run that was interrupted goes on where it stood when the same is called again. With `replicas` (a number, or
+    "auto" for as many as fit) the work is Ray's, else this process does it.
+    """
+    began = time.perf_counter()
+    out = Path(out)
+    asked = EngineConfig(device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+    params = _checked(params or SamplingParams())
+    count = _count(replicas)
+    if count is None and replicas is None and ray_address is not None:
+        raise ConfigError("an address of Ray's is for replicas: say how many")
+    if is_parquet(out):
+        parquet()
+    if not out.parent.is_dir():
+        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
+    if out.exists():
+        raise ConfigError(f"{out} is there already: a job that is complete is not done again; choose another name")
+    source = _source(data, out, column)
+    config = weights.read_config(model)
+    job = {
+        "input": digest(source), "model": model, "dtype": dtype, "column": column, "chunk": chunk or _chunk(asked),
+        "params": {**asdict(params), "stop": list(params.stops)}, "vocab": config.vocab_size,
+    }  # fmt: skip
+    with closing(Output(out, job)) as output:
+        resumed, size = output.lines, int(output.job["chunk"])
+        if resumed:
+            logger.warning("%s lines were done before: going on behind them", f"{resumed:,}")
+        work = list(chunks(source, size))
+        left = work[output.chunks :]
+        engine = {name: getattr(asked, name) for name in ("device", "dtype", "executor", "max_batch", "threads")}
+        arguments = (_resolved(model), engine, params, column)
+        with progress("Generating", sum(one.lines for one in left)) as advance:
+            by_ray = replicas is not None
+            made = _by_ray(left, arguments, count, ray_address, gpus) if by_ray else _here(left, arguments)
+            with closing(made):  # whatever ends it, replicas and threads end with it
+                for done in made:
+                    output.commit(done)
+                    advance(done.lines)
+        output.finish()
+    if not isinstance(data, str | Path):
+        source.unlink()
+    return Report(
+        out=out, errors=errors_of(out) if output.bad else None, lines=output.lines, good=output.good, bad=output.bad,
+        tokens=output.tokens, resumed=resumed, seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    if params.n != 1 or params.logprobs is not None:
+        raise ConfigError("a line has one text: n and logprobs are for lines of OpenAI's format, each for itself")
+    return replace(params, seed=params.seed or 0)
+
+
+def _count(replicas: int | str | None) -> int | None:
+    if replicas is None or replicas == "auto":
+        return None
+    if not str(replicas).isdigit() or not 0 < int(replicas) <= 10_000:
+        raise ConfigError(f"--replicas takes a number, or auto, not '{replicas}'")
+    return int(replicas)
+
+
+def _chunk(asked: EngineConfig) -> int:
+    """Twice as many lines as run at once: with some chunks in hand, no slot is ever empty."""
+    import torch
+
+    on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and torch.cuda.is_available())
+    return 2 * (asked.max_batch or MOST_SLOTS["cuda" if on_gpu else "cpu"])
+
+
+def _resolved(model: str) -> str:
+    """Actors may have another working directory."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def _source(data: Any, out: Path, column: str) -> Path:
+    """The file with the lines. What is no file is written to one first, so that a second run finds the same lines."""
+    if isinstance(data, str | Path):
+        path = Path(data).resolve()
+        if not path.is_file():
+            raise ConfigError(f"cannot read {data}: there is no such file")
+        return path
+    path, writing = beside(out, "input"), beside(out, "input.writing")
+    if path.exists():
+        logger.warning("the lines are those of the run that was interrupted, in %s", path)
+        return path.resolve()
+    rows = data.iter_rows() if hasattr(data, "iter_rows") else data
+    with writing.open("wb") as file:
+        for row in rows:
+            file.write(dumped(row if isinstance(row, dict) else {column: row}))
+    writing.replace(path)
+    return path.resolve()
+
+
+# --- who does it ------------------------------------------------------------------------------------------------------
+
+
+def _here(left: list[Chunk], arguments: tuple[Any, ...]) -> Generator[Done, None, None]:
+    """In this process: a few chunks at once, which share the engine's running batch."""
+    if not left:
+        return
+    worker = Worker(*arguments)
+    coming, todo = deque[Future[Done]](), deque(left)
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="warpline-batch")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)  # the thread that drives the engine must not wait for one that makes lines
+    try:
+        while coming or todo:
+            while todo and len(coming) < AHEAD and sum(not one.done() for one in coming) < AT_ONCE:
+                coming.append(pool.submit(worker, todo.popleft()))
+            if coming[0].done() or len(coming) >= AHEAD or not todo:
+                yield coming.popleft().result()
+            else:
+                _wait_for_any(coming)
+    finally:
+        sys.setswitchinterval(before)
+        pool.shutdown(wait=False, cancel_futures=True)
+        worker.stop()
+        pool.shutdown(wait=True)
+        worker.close()
+
+
+def _wait_for_any(coming: Iterable[Future[Done]]) -> None:
+    from concurrent.futures import FIRST_COMPLETED, wait
+
+    wait([one for one in coming if not one.done()], return_when=FIRST_COMPLETED)
+
+
+def _by_ray(
+    left: list[Chunk], arguments: tuple[Any, ...], count: int | None, address: str | None, gpus: float | None
+) -> Generator[Done, None, None]:
+    """By actors of Ray Data. One that dies is started again, and what it had in hand is given out anew."""
+    if not left:
+        return
+    model, engine, *rest = arguments
+    with cluster.connected(address) as ray:
+        has = ray.cluster_resources()
+        each = cluster.share(engine["device"], engine["threads"], gpus=gpus, replicas=count, has=has)
+        many = count or max(1, cluster.most(each, has))
+        cluster.require_room(many, each, has)
+        device, cores = ("cuda", None) if each.gpus else ("cpu", int(each.cpus))
+        engine = engine | {"device": device, "threads": cores}
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        source = ray.data.from_items([one._asdict() for one in left], override_num_blocks=len(left))
+        made = source.map_batches(
+            Actor,
+            batch_size=1,
+            fn_constructor_args=(model, engine, *rest),
+            compute=ray.data.ActorPoolStrategy(
+                size=many,
+                max_tasks_in_flight_per_actor=AT_ONCE,
+                max_concurrent_calls_per_actor=AT_ONCE,
+                enable_true_multi_threading=True,
+            ),
+            **each.options(),
+        )
+        try:
+            for row in made.iter_rows():
+                yield Done(*(row[name] for name in Done._fields))
+        except ray.exceptions.RayError as error:
+            raise _explained(error) from error
+
+
+def _explained(error: BaseException) -> WarplineError:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, WarplineError):
+            return cause
+        cause = cause.__cause__ or getattr(cause, "cause", None)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    ours = [line.partition(": ")[2] for line in lines if line.startswith("warpline.errors.")]
+    return DeviceError(f"Ray gave up: {(ours or lines or [type(error).__name__])[-1][:300]}")

@@ -1,0 +1,290 @@
+"""What a number of replicas would give under a load, before anybody pays for them.
+
+Time is the simulator's own; what happens in it is decided by the engine's own scheduler, so that prompts, slots, the
+steps of a launch and its end when somebody comes are those of the server. `times.measured` says what turns take.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from warpline.config import SamplingParams
+from warpline.engine.request import Request
+from warpline.engine.scheduler import Scheduler, Turn
+from warpline.engine.scheduler import Sequence as Running
+from warpline.errors import ConfigError
+from warpline.scale.times import Times
+
+#: Sequences that wait for a slot of a replica at most, as `warpline serve --max-queue` has it.
+QUEUE = 256
+_GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+
+
+class Asked(NamedTuple):
+    """A request: when it is sent, the tokens of its prompt, and of its answer."""
+
+    at: float
+    prompt: int
+    new: int
+
+
+def poisson(rate: float, count: int, prompt: int, new: int, *, spread: float = 0.0, seed: int = 0) -> list[Asked]:
+    """Requests at random moments, so many per second, with lengths around these means."""
+    if rate <= 0 or count < 1 or prompt < 1 or new < 1:
+        raise ConfigError("a load has a rate above 0, and at least one request, one token of prompt and one new one")
+    draw = random.Random(seed)
+
+    def length(mean: int) -> int:
+        return max(1, round(mean * draw.lognormvariate(-(spread**2) / 2, spread))) if spread else mean
+
+    moments = itertools.accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0)
+    return [Asked(at, length(prompt), length(new)) for at in moments]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What its client sees of a request."""
+
+    asked: Asked
+    sent: float
+    replica: int = -1
+    first: float | None = None  # when its first token came
+    ended: float | None = None
+    refused: bool = False
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token."""
+        return None if self.first is None else self.first - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token behind the first."""
+        if self.first is None or self.ended is None or self.asked.new < 2:
+            return None
+        return (self.ended - self.first) / (self.asked.new - 1)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a load."""
+
+    answers: list[Answer]
+    replicas: int
+    busy: list[float] = field(default_factory=list)  # share of the time that each replica worked
+
+    @property
+    def duration(self) -> float:
+        """From the first request to the last answer."""
+        ended = [one.ended for one in self.answers if one.ended is not None]
+        return max(ended, default=0.0) - self.answers[0].sent
+
+    @property
+    def refused(self) -> int:
+        """Requests that were answered with 429."""
+        return sum(one.refused for one in self.answers)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens of answers per second."""
+        return sum(one.asked.new for one in self.answers if one.ended is not None) / self.duration
+
+    def percentile(self, name: str, share: float) -> float:
+        """Of "ttft" or "tpot", in seconds."""
+        values = sorted(v for one in self.answers if (v := getattr(one, name)) is not None)
+        if not values:
+            raise ConfigError(f"no request was answered, so there is no {name}")
+        place = share / 100 * (len(values) - 1)
+        low = int(place)
+        high = min(low + 1, len(values) - 1)
+        return float(values[low] + (values[high] - values[low]) * (place - low))
+
+    def goodput(self, ttft: float, tpot: float) -> float:
+        """Requests per second that had their first token, and each further one, in so many seconds."""
+        good = sum(
+            one.ttft is not None and one.ended is not None and one.ttft <= ttft and (one.tpot or 0.0) <= tpot
+            for one in self.answers
+        )
+        return good / self.duration
+
+
+class _Replica:
+    """A scheduler, and the turn that is under way."""
+
+    def __init__(self, times: Times):
+        self._times = times
+        self.scheduler = Scheduler(
+            times.slots,
+            prompt_tokens=times.prompt_tokens,
+            chunk=times.chunk,
+            most_steps=times.most_steps,
+            crowd=times.crowd,
+        )
+        self.open = 0  # requests that are not answered
+        self.working = 0.0
+        self.version = 0  # of the turn: an end that was moved is no end any more
+        self.answers: dict[int, Answer] = {}  # by the id of their sequence
+        self._turn: Turn | None = None
+        self._began = self._stepping = self._step = self._end = 0.0
+        self._steps = 0
+
+    @property
+    def turning(self) -> bool:
+        """Whether a turn is under way."""
+        return self._turn is not None
+
+    def add(self, answer: Answer) -> None:
+        """It has come to the engine."""
+        prompt, new = answer.asked.prompt, answer.asked.new
+        sequence = Running(Request(range(prompt), _GREEDY, 0, 0, prompt + new), followed=True)
+        self.answers[id(sequence)] = answer
+        self.scheduler.add([sequence])
+
+    def halt(self, now: float) -> float | None:
+        """Somebody has come: where slots are free, the launch ends behind the step that it is at. Its new end."""
+        turn = self._turn
+        if turn is None or not self._times.halts or len(self.scheduler.running) >= self._times.slots or not self._steps:
+            return None
+        taken = max(1, -int(-(now - self._stepping) // self._step)) if self._step else self._steps
+        if taken >= self._steps:
+            return None
+        self._steps, self._end = taken, self._stepping + taken * self._step
+        return self._end
+
+    def begin(self, now: float) -> float | None:
+        """The next turn, and when it ends; None if there is nothing to do."""
+        self.scheduler.sweep()
+        turn = self._turn = self.scheduler.plan(lambda running: False)
+        if turn is None:
+            return None
+        times = self._times
+        tokens = sum(end - start for _, start, end in (*turn.first, *turn.second))
+        positions = sum(s.length for s in turn.running) + len(turn.running) * turn.steps // 2
+        self._step, self._steps = times.step(len(turn.running), positions) if turn.running else 0.0, turn.steps
+        self._began, self._stepping = now, now + times.turn + times.prompt(tokens)
+        self._end = self._stepping + self._steps * self._step
+        return self._end
+
+    def end(self, now: float) -> list[Answer]:
+        """What the turn has brought; those that have ended."""
+        turn, self._turn = self._turn, None
+        assert turn is not None
+        self.working += now - self._began
+        turn.landed()
+        running, begun = set(map(id, turn.running)), set(map(id, turn.begun))
+        ended = []
+        for sequence in turn.reported:
+            answer = self.answers[id(sequence)]
+            tokens = (self._steps if id(sequence) in running else 0) + (id(sequence) in begun)
+            sequence.length = min(sequence.length + tokens, sequence.request.limit)
+            if answer.first is None:
+                answer.first = now
+            if sequence.length >= sequence.request.limit:
+                sequence.ended, answer.ended = True, now
+                del self.answers[id(sequence)]
+                self.open -= 1
+                ended.append(answer)
+        return ended
+
+
+_SENT, _ARRIVED, _TURNED = range(3)
+
+
+def simulate(
+    times: Times,
+    load: Iterable[Asked],
+    *,
+    replicas: int = 1,
+    concurrency: int | None = None,
+    queue: int = QUEUE,
+) -> Outcome:
+    """A load on so many replicas, each request to the one with the fewest under way. `concurrency` is how many the
+    clients have under way at most."""
+    asked = list(load)
+    if replicas < 1 or not asked:
+        raise ConfigError("a simulation has at least one replica and one request")
+    machines = [_Replica(times) for _ in range(replicas)]
+    there = back = times.request / 2
+    answers: list[Answer] = []
+    events: list[tuple[float, int, int, int, int]] = []  # moment, order, kind, number, version
+    order = itertools.count()
+    waiting = list(range(len(asked)))[::-1]
+
+    def push(at: float, kind: int, number: int, version: int = 0) -> None:
+        heapq.heappush(events, (at, next(order), kind, number, version))
+
+    def send(now: float) -> None:
+        number = waiting.pop()
+        push(max(now, asked[number].at), _SENT, number)
+
+    def begin(number: int, now: float) -> None:
+        end = machines[number].begin(now)
+        if end is not None:
+            machines[number].version += 1
+            push(end, _TURNED, number, machines[number].version)
+
+    for _ in range(min(concurrency or len(asked), len(asked))):
+        send(0.0)
+    turn = 0
+    while events:
+        now, _, kind, number, version = heapq.heappop(events)
+        if kind == _SENT:
+            answer = Answer(asked[number], now)
+            answers.append(answer)
+            fewest = min(machine.open for machine in machines)
+            turn += 1  # among equals they take turns
+            chosen = min(range(replicas), key=lambda i: (machines[i].open != fewest, (i - turn) % replicas))
+            machine = machines[chosen]
+            if machine.open >= times.slots + queue:
+                answer.refused = True
+                if waiting:
+                    send(now + times.request)
+                continue
+            machine.open += 1
+            answer.replica = chosen
+            push(now + there, _ARRIVED, len(answers) - 1)
+        elif kind == _ARRIVED:
+            answer = answers[number]
+            machine = machines[answer.replica]
+            machine.add(answer)
+            if not machine.turning:
+                begin(answer.replica, now)
+            elif (end := machine.halt(now)) is not None:
+                machine.version += 1
+                push(max(now, end), _TURNED, answer.replica, machine.version)
+        elif version == machines[number].version and machines[number].turning:
+            for _ in machines[number].end(now)[: len(waiting)]:
+                send(now + back)
+            begin(number, now)
+    for answer in answers:
+        answer.first = None if answer.first is None else answer.first + back
+        answer.ended = None if answer.ended is None else answer.ended + back
+    answers.sort(key=lambda one: one.sent)
+    outcome = Outcome(answers, replicas)
+    outcome.busy = [machine.working / outcome.duration for machine in machines] if outcome.duration else []
+    return outcome
+
+
+def replicas_for(times: Times, load: Sequence[Asked], *, ttft: float, tpot: float, share: float = 99.0) -> int:
+    """The fewest replicas with which this share of the requests meets both goals, in seconds."""
+    most = 4096
+
+    def meets(count: int) -> bool:
+        found = simulate(times, load, replicas=count)
+        return not found.refused and found.percentile("ttft", share) <= ttft and found.percentile("tpot", share) <= tpot
+
+    high = 1
+    while not meets(high):
+        if high >= most:
+            raise ConfigError(f"not even {most:,} replicas meet these goals: a single request takes longer")
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return high

@@ -1,0 +1,138 @@
+"""What turns of the engine take on one replica: measured once, then asked for any number of sequences. No torch."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from warpline.config import SamplingParams
+
+if TYPE_CHECKING:
+    from warpline.engine.llm import LLM
+
+#: Sequences at once, and tokens of prompts in a pass, that are measured; what lies between is on a straight line.
+LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROMPTS = (8, 32, 128, 512, 2048)
+#: Steps, tokens of the prompts before them, and how often each point is measured.
+STEPS, BEFORE, ROUNDS = 48, 8, 4
+#: Tokens of prompts that show what the context costs.
+LONG = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds, and how the engine of this replica cuts its work into turns."""
+
+    steps: tuple[tuple[int, float], ...]  # sequences at once → one step of all of them, at a short context
+    position: float  # of a step, for each position in the caches of its sequences
+    prompts: tuple[tuple[int, float], ...]  # tokens of prompts → their pass
+    turn: float = 0.0  # the host's, for each turn
+    request: float = 0.0  # between a client and the engine, there and back
+    slots: int = 32
+    prompt_tokens: int = 2048
+    chunk: int = 8
+    most_steps: int = 32
+    crowd: int = 4
+    halts: bool = True  # whether a newcomer ends a launch behind its step
+
+    def step(self, lanes: int, positions: int) -> float:
+        """One step of so many sequences that have so many positions together."""
+        return between(self.steps, lanes) + self.position * positions
+
+    def prompt(self, tokens: int) -> float:
+        """A pass over prompts."""
+        return between(self.prompts, tokens) if tokens else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Times:
+        """From such a row."""
+        named = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
+        for name in ("steps", "prompts"):
+            named[name] = tuple((int(at), float(value)) for at, value in named[name])
+        return cls(**named)
+
+
+def between(points: Sequence[tuple[int, float]], at: float) -> float:
+    """On the straight line between the two points around it, or through the outermost two."""
+    if len(points) == 1:
+        return points[0][1]
+    i = min(max(1, bisect.bisect_left(points, (at,))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return max(0.0, y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+
+
+def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -> Times:
+    """Of a model that is loaded, with nothing else running. Steps are those of streams, as a server has them: what the
+    host does between two launches is in them. Every point is measured in every round, and its mean counts: a machine's
+    speed changes from minute to minute, and a server has the mean of it."""
+    context, slots = llm.config.n_positions, llm.max_batch
+    lanes = [n for n in LANES if n < slots] + [slots]
+    short, steps = min(BEFORE, context // 4), min(STEPS, context // 2)
+    long = min(LONG, context - steps - 1)
+    passes = [tokens for tokens in PROMPTS if tokens <= llm.executor.prompt_tokens]
+    passes = [tokens for tokens in passes if -(-tokens // min(128, context - 2)) <= slots]
+    decoded: dict[tuple[int, int], list[float]] = {}
+    prompted: dict[int, list[float]] = {}
+    for _ in range(ROUNDS):
+        for tokens in passes:
+            count = -(-tokens // min(tokens, context - 2, 128))
+            prompted.setdefault(tokens, []).append(_prompted(llm, count, tokens // count))
+        prompts = tuple((tokens, statistics.fmean(found)) for tokens, found in prompted.items())
+        for count, prompt in (*((one, short) for one in lanes), (slots, long)):
+            seconds = _streamed(llm, count, prompt, steps) - _passes(
+                prompts, count * prompt, llm.executor.prompt_tokens
+            )
+            decoded.setdefault((count, prompt), []).append(max(0.0, seconds / (steps - 1)))
+            advance(1)
+    mean = {point: statistics.fmean(found) for point, found in decoded.items()}
+    position = 0.0
+    if long > short:
+        position = max(0.0, mean[slots, long] - mean[slots, short]) / (slots * (long - short))
+    middle = short + steps / 2
+    return Times(
+        steps=tuple((count, max(0.0, mean[count, short] - position * count * middle)) for count in lanes),
+        position=position,
+        prompts=prompts,
+        slots=slots,
+        prompt_tokens=llm.executor.prompt_tokens,
+        chunk=llm.executor.chunk,
+        most_steps=max(llm.executor.chunk, llm.executor.most_steps),
+        crowd=llm.executor.crowd,
+        halts=llm.device.kind == "cpu",
+    )
+
+
+def _passes(prompts: Sequence[tuple[int, float]], tokens: int, most: int) -> float:
+    """Prompts that take more than one turn."""
+    whole, rest = divmod(tokens, most)
+    return whole * between(prompts, most) + (between(prompts, rest) if rest else 0.0)
+
+
+def _prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
+    """That do not begin alike: beginnings that are shared would run once."""
+    vocab = llm.config.vocab_size
+    return [[(i * 7919 + j * 104_729 + 11) % (vocab - 1) for j in range(length)] for i in range(count)]
+
+
+def _prompted(llm: LLM, count: int, length: int) -> float:
+    """Seconds of a pass over prompts."""
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    return llm.generate(_prompts(llm, count, length), params)[0].timings.prefill_seconds
+
+
+def _streamed(llm: LLM, count: int, prompt: int, new: int) -> float:
+    """Seconds of streams that begin together."""
+    params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
+    prompts = _prompts(llm, count, prompt)
+    began = time.perf_counter()
+    for handle in [llm.submit(one, params) for one in prompts]:
+        handle.result()
+    return time.perf_counter() - began

@@ -1,0 +1,311 @@
+"""What replicas give and what Ray costs, measured on this machine, one part at a time:
+
+    python -m tools.scale ttft|replicas|load|batch|offline --save results
+
+`load` is what docs/scale.md compares: the simulator, and the server under the very same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from warpline import LLM, SamplingParams, hardware
+from warpline.bench.rows import append, provenance
+from warpline.bench.serving.client import Target
+from warpline.bench.serving.figures import percentile
+from warpline.bench.serving.load import Load
+from warpline.bench.serving.process import Server
+from warpline.bench.serving.run import Asking, measured
+from warpline.scale.batch import generate
+from warpline.scale.files import Done, Output
+from warpline.scale.simulate import Asked, simulate
+from warpline.scale.times import Times
+from warpline.scale.times import measured as times_of
+from warpline.serve.address import address_of
+from warpline.serve.app import create_app
+from warpline.serve.run import SWITCH_SECONDS, bound, url_of
+from warpline.serve.run import Server as UvicornServer
+
+Row = dict[str, Any]
+MODEL = "stories"
+ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "--dtype", "fp32", "--threads", "1")
+#: Of the comparison with the simulator: lengths as they are drawn for `warpline bench serve --spread`.
+USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
+#: Shares of the most that one replica does, and seconds of each.
+SHARES, SECONDS = (0.5, 0.8, 0.95), 40.0
+
+
+def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
+    with Server((*ONE_THREAD, *arguments), sys.executable, patience=60) as server:
+        wait_until_healthy(server)
+        asking = Asking(label=label, warmups=warmups)
+        return measured(Target(address_of(server.url)), loads, asking, {}, server=server)
+
+
+def wait_until_healthy(server: Server, seconds: float = 120.0) -> None:
+    """Ray's proxy answers before there is an app behind it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        server.require_alive()
+        with contextlib.suppress(OSError), urlopen(f"{server.url}/health", timeout=5):
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{server.url} is not healthy after {seconds:g} s")
+
+
+def ttft(rounds: int) -> list[Row]:
+    """A request for one token, straight and through Ray, both up at once and asked in turns. What the engine takes (the
+    server says it) differs between two processes by more than what is looked for, so it is taken off: what is left is
+    the way there and back."""
+    found: dict[str, list[tuple[float, float]]] = {"straight": [], "Ray, HAProxy": []}
+    with Server(ONE_THREAD, patience=60) as straight, Server((*ONE_THREAD, "--replicas", "1"), patience=60) as through:
+        for server in (straight, through):
+            wait_until_healthy(server)
+        for turn in range(24 * rounds + 2):
+            for server, label in zip((straight, through), found, strict=True):
+                times = single(server.port, 20)
+                found[label] += times if turn > 1 else []
+    made = provenance() | {"device": hardware.describe("cpu").name, "model": MODEL}
+    rows = []
+    for label, times in found.items():
+        whole, way = sorted(1e3 * all_of for all_of, _ in times), sorted(1e3 * (all_of - own) for all_of, own in times)
+        rows.append(made | {
+            "kind": "ttft", "label": label, "num_prompts": len(times), "input_len": 16, "output_len": 1,
+            "median_ttft_ms": round(percentile(whole, 50), 4), "p99_ttft_ms": round(percentile(whole, 99), 4),
+            "median_way_ms": round(percentile(way, 50), 4), "p99_way_ms": round(percentile(way, 99), 4),
+        })  # fmt: skip
+    return rows
+
+
+def single(port: int, count: int) -> list[tuple[float, float]]:
+    """Of some requests, one after the other on one connection: all of their time, and the engine's share of it."""
+    body = json.dumps({"prompt": list(range(1000, 1016)), "max_tokens": 1, "temperature": 0, "return_timings": True})
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse().read()
+        found.append((time.perf_counter() - began, json.loads(answer)["timings"]["first_token_seconds"]))
+    connection.close()
+    return found
+
+
+def replicas(rounds: int) -> list[Row]:
+    """As many requests at once for each replica as it has slots."""
+    rows = []
+    for _ in range(rounds):
+        for count in (1, 2):
+            load = Load(prompt=16, new=64, concurrency=32 * count, requests=320 * count)
+            rows += [
+                {"kind": "replicas", "replicas": count, **row}
+                for row in served(("--replicas", str(count)), [load], f"{count} × 1 thread")
+            ]
+    return rows
+
+
+def offline(rounds: int) -> list[Row]:
+    """The same file by one and by two replicas of one thread; seconds between the first chunk and the last."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = written(Path(folder) / "prompts.jsonl", 4096)
+        for turn in range(rounds):
+            for count in (1, 2):
+                out = Path(folder) / f"{turn}-{count}.jsonl"
+                with followed() as stamps:
+                    done = generate(
+                        prompts, out, model=MODEL, dtype="fp32", device="cpu", threads=1, replicas=count,
+                        params=SamplingParams(max_tokens=16, ignore_eos=True),
+                    )  # fmt: skip
+                (first, before, _), (last, lines, _) = stamps[count * 4], stamps[-1 - count * 4]
+                steady = (lines - before) / (last - first)
+                rows.append({"kind": "offline", "replicas": count, "model": MODEL, "prompts": done.good,
+                             "new": 16, "seconds": round(done.seconds, 3), "prompts_per_second": round(steady, 2),
+                             "output_throughput": round(16 * steady, 2)})  # fmt: skip
+    made = provenance() | {"device": hardware.describe("cpu").name}
+    return [made | row for row in rows]
+
+
+@contextlib.contextmanager
+def followed() -> Iterator[list[tuple[float, int, float]]]:
+    """When how many lines were done, and the CPU time of this process: starting Ray and loading models is not what is
+    compared."""
+    stamps: list[tuple[float, int, float]] = []
+    commit = Output.commit
+
+    def noted(self: Output, done: Done) -> None:
+        commit(self, done)
+        stamps.append((time.perf_counter(), self.lines, time.process_time()))
+
+    Output.commit = noted  # type: ignore[method-assign]
+    try:
+        yield stamps
+    finally:
+        Output.commit = commit  # type: ignore[method-assign]
+
+
+def asked(load: Load) -> list[Asked]:
+    lengths, moments = load.lengths(), load.arrivals()
+    return [Asked(at, prompt, new) for at, (prompt, new) in zip(moments, lengths, strict=True)]
+
+
+def load(rounds: int) -> list[Row]:
+    """The server at shares of what it does at most, and the simulator with the same requests. The times are measured in
+    the very process that serves: one sequence takes 4 ms a step in one process and 6 in the next. The client has a
+    process of its own."""
+    llm = LLM(MODEL, device="cpu", dtype="fp32", threads=1)
+    llm.generate([0], SamplingParams(max_tokens=2))
+    found = times_of(llm)
+    with here(llm) as url:
+        alone = replace(USUAL, concurrency=1, requests=60)
+        row = client(url, alone)
+        # What a server adds to a turn, and to a request: what a single client sees beyond what the engine takes.
+        bare = simulate(found, asked(alone), concurrency=1)
+        later = row["median_tpot_ms"] / 1e3 - bare.percentile("tpot", 50)
+        found = replace(found, turn=max(0.0, found.turn + later * found.chunk))
+        first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
+        found = replace(found, request=max(0.0, first))
+        made = {name: row[name] for name in (*provenance(), "device", "model")}
+        rows = [made | {"kind": "times", "threads": 1, **found.row()}]
+        most = replace(USUAL, requests=320, concurrency=64)
+        full = client(url, most)
+        rows.append({"kind": "load", "share": None, **full, **predicted(found, most)})
+        for share in SHARES:
+            rate = round(share * full["request_throughput"], 3)
+            one = replace(USUAL, rate=rate, requests=round(rate * SECONDS))
+            rows.append({"kind": "load", "share": share, **client(url, one), **predicted(found, one)})
+    return rows
+
+
+@contextlib.contextmanager
+def here(llm: LLM) -> Iterator[str]:
+    """A server of this process, in a thread."""
+    server = UvicornServer(create_app(llm))
+    listening = bound("127.0.0.1", 0)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    thread = threading.Thread(target=server.run_on, args=(listening,))
+    thread.start()
+    try:
+        yield url_of(listening)
+    finally:
+        server.should_exit = True
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+def client(url: str, load: Load) -> Row:
+    """`warpline bench serve`, which sends this."""
+    options = {
+        "url": url, "label": "straight", "requests": load.requests, "prompt": load.prompt, "new": load.new,
+        "spread": load.spread, "context": load.context, "concurrency": load.concurrency, "rate": load.rate,
+    }  # fmt: skip
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "warpline", "bench", "serve", "--json", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    return dict(row)
+
+
+def predicted(times: Times, load: Load) -> Row:
+    outcome = simulate(times, asked(load), concurrency=load.concurrency)
+    figures: Row = {"simulated_output_throughput": round(outcome.throughput, 2)}
+    for name in ("ttft", "tpot"):
+        for share in (50, 99):
+            figures[f"simulated_p{share}_{name}_ms"] = round(1e3 * outcome.percentile(name, share), 3)
+    return figures
+
+
+def written(path: Path, count: int) -> Path:
+    """Short prompts, no two alike."""
+    with path.open("w") as file:
+        for i in range(count):
+            file.write(json.dumps({"id": i, "prompt": f"Once upon a time, friend number {i} found a key and"}) + "\n")
+    return path
+
+
+#: Short prompts, and a few tokens of each.
+SHORT = 2048
+FEW = SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
+
+
+def batch(rounds: int) -> list[Row]:
+    """`warpline.scale.generate` from file to file beside `LLM.generate` over the same prompts, in turns, each in a
+    process of its own: threads of OpenMP that the one has left behind slow down the other."""
+    rows: list[Row] = []
+    made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
+    for _ in range(4 * rounds):
+        found = {}
+        for way in ("direct", "through"):
+            command = [sys.executable, "-m", "tools.scale", way]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[way] = json.loads(done.stdout.splitlines()[-1])
+        ratio = found["through"]["prompts_per_second"] / found["direct"]["prompts_per_second"]
+        shape = {"kind": "batch", "model": MODEL, "prompts": SHORT, "new": FEW.max_tokens, "ratio": round(ratio, 4)}
+        rows.append(made | shape | {f"{way}_{name}": value for way in found for name, value in found[way].items()})
+    print("ratio", statistics.median(row["ratio"] for row in rows))
+    return rows
+
+
+def direct(rounds: int) -> list[Row]:
+    """`LLM.generate`, warm."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = written(Path(folder) / "prompts.jsonl", SHORT).read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    llm = LLM(MODEL, device="cpu", dtype="fp32")
+    llm.generate(prompts[:64], FEW)
+    began, cpu = time.perf_counter(), time.process_time()
+    llm.generate(prompts, FEW)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return [{"prompts_per_second": round(SHORT / seconds, 2), "cores": round(cpu / seconds, 3)}]
+
+
+def through(rounds: int) -> list[Row]:
+    """From file to file, without the first and the last chunks: they load the model, or leave slots empty."""
+    with tempfile.TemporaryDirectory() as folder, followed() as stamps:
+        path = written(Path(folder) / "prompts.jsonl", SHORT)
+        generate(path, Path(folder) / "out.jsonl", model=MODEL, device="cpu", dtype="fp32", params=FEW)
+    (began, before, cpu), (ended, lines, spent) = stamps[3], stamps[-4]
+    rate, cores = (lines - before) / (ended - began), (spent - cpu) / (ended - began)
+    return [{"prompts_per_second": round(rate, 2), "cores": round(cores, 3)}]
+
+
+def main() -> None:
+    parts: dict[str, Callable[..., list[Row]]] = {
+        "ttft": ttft, "replicas": replicas, "offline": offline, "load": load, "batch": batch,
+        "direct": direct, "through": through,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    rows = parts[given.part](given.rounds)
+    if given.save is not None:
+        append(given.save, "scale", rows)
+    shown = (
+        "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
+        "p99_ttft_ms", "median_way_ms", "p99_way_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
+        "simulated_p99_ttft_ms", "ratio", "direct_prompts_per_second", "through_prompts_per_second", "cores",
+        "prompts_per_second", "steps", "prompts", "turn", "request",
+    )  # fmt: skip
+    for row in rows:
+        print(json.dumps({name: row[name] for name in shown if name in row}))
+
+
+if __name__ == "__main__":
+    main()
