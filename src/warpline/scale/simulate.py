@@ -1,7 +1,8 @@
 """What a number of replicas would give under a load, before anybody pays for them.
 
 Time is the simulator's own; what happens in it is decided by the engine's own scheduler, so that prompts, slots, the
-steps of a launch and its end when somebody comes are those of the server. `times.measured` says what turns take.
+steps of a launch and its end when somebody comes are those of the server. `times.measured` says what turns take. That
+a GPU has the next turn of streams enqueued already, for which a newcomer has to wait too, is not in it.
 """
 
 from __future__ import annotations
