@@ -242,6 +242,11 @@ class SamplingParams:
         """Token ids and what is added to their logits."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
+    def require_vocab(self, size: int) -> None:
+        """Refuse biases of tokens that a model does not have."""
+        if self.biases and self.biases[-1][0] >= size:  # they are in order
+            raise ConfigError(f"logit_bias has token id {self.biases[-1][0]}, outside of the model's vocabulary")
+
     @property
     def adjusts_tokens(self) -> bool:
         """Whether logits of single tokens are raised or lowered by it."""

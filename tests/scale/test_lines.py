@@ -29,6 +29,12 @@ def test_a_line_has_settings_of_its_own_and_a_seed_by_its_place() -> None:
     assert (answer["line"], answer["completion"], answer["seed"]) == (3, "!", 102)
 
 
+def test_biases_have_texts_for_keys() -> None:
+    found = line({"prompt": "A frog", "logit_bias": {"9": 1, "3": -2.5}})
+    assert isinstance(found, Plain)
+    assert found.params.biases == ((3, -2.5), (9, 1.0))
+
+
 def test_openai_requests() -> None:
     body = {"model": "stories", "prompt": "A frog"}
     found = line({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
@@ -55,6 +61,7 @@ def test_openai_requests() -> None:
         ({"prompt": "x", "completion": "y"}, "name of a result"),
         ({"prompt": "x", "temperature": -1}, "temperature must be"),
         ({"prompt": "x", "max_tokens": "many"}, "max_tokens must be"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "token ids, not 'a'"),
         ({"custom_id": 5, "body": {}}, "custom_id must be a text"),
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url one of"),
         ({"custom_id": "a", "url": "/v1/completions", "body": []}, "body must be an object"),

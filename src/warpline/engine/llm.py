@@ -232,8 +232,7 @@ class LLM:
         short: list[tuple[int, int]] = []
         context = self.config.n_positions
         for prompt, ids, its in zip(prompts, many, params, strict=True):
-            if its.biases and its.biases[-1][0] >= self.config.vocab_size:  # they are in order
-                raise ConfigError(f"logit_bias has token id {its.biases[-1][0]}, outside of the model's vocabulary")
+            its.require_vocab(self.config.vocab_size)
             limit = len(ids) + its.max_tokens
             if limit > context:
                 most = max(context, len(ids) + 1)  # one token needs no position

@@ -91,7 +91,7 @@ def generate(
     config = weights.read_config(model)
     job = {
         "input": digest(source), "model": model, "dtype": dtype, "column": column, "chunk": chunk or _chunk(asked),
-        "params": {**asdict(params), "stop": list(params.stops)}, "vocab": config.vocab_size,
+        "params": asdict(params), "vocab": config.vocab_size,
     }  # fmt: skip
     with closing(Output(out, job)) as output:
         resumed, size = output.lines, int(output.job["chunk"])

@@ -164,6 +164,7 @@ class Output:
             raise
 
     def _begin(self, job: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+        job = json.loads(json.dumps(job))  # as the journal has it: lists for tuples
         self._journal.seek(0)
         known: list[dict[str, Any]] = []
         whole = 0

@@ -111,6 +111,8 @@ def _plain(number: int, given: dict[str, Any], defaults: SamplingParams, column:
     if taken:
         raise BadLine(number, f"'{taken[0]}' is the name of a result: rename the field", given)
     changes = {name: given[name] for name in SETTINGS if name != column and given.get(name) is not None}
+    if isinstance(biases := changes.get("logit_bias"), dict):  # JSON has texts for keys
+        changes["logit_bias"] = {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
     try:
         return Plain(number, given, prompt, replace(defaults, **({"seed": seed} | changes)))
     except (ConfigError, TypeError) as error:

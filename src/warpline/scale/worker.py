@@ -142,6 +142,7 @@ class Worker:
             raise ConfigError(
                 f"the prompt holds no token, or one outside the model's vocabulary of {config.vocab_size:,}"
             )
+        params.require_vocab(config.vocab_size)
         limit = min(len(ids) + params.max_tokens, max(config.n_positions, len(ids) + 1))  # one token needs no position
         if params.min_tokens > limit - len(ids):
             params = replace(params, max_tokens=limit - len(ids), min_tokens=limit - len(ids))
