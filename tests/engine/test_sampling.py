@@ -12,10 +12,13 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import SMALL
+from warpline import LLM
 from warpline.config import ModelConfig, SamplingParams
 from warpline.engine.executors import sampling
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
+from warpline.errors import ConfigError
 from warpline.kernels.noise import gumbel, noise_keys
 
 VOCAB = 997  # more than the short list of a CPU
@@ -109,6 +112,11 @@ def test_penalties_and_biases_are_openais_formula(
         advance(plain, logits)
         had.append(int(slots.tokens[0, 3 + step]))
     assert not plain.counts.any()  # nobody asked for them
+
+
+def test_biases_of_tokens_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match="token id 50257, outside"):
+        LLM(SMALL, device="cpu").generate([1], SamplingParams(logit_bias={3: 1.0, 50257: 1.0}))
 
 
 def test_what_is_banned_never_comes_and_what_is_favoured_always() -> None:
