@@ -30,6 +30,7 @@ from warpline.bench.serving.figures import percentile
 from warpline.bench.serving.load import Load
 from warpline.bench.serving.process import Server
 from warpline.bench.serving.run import Asking, measured
+from warpline.config import SWITCH_SECONDS
 from warpline.scale.batch import generate
 from warpline.scale.files import Done, Output
 from warpline.scale.simulate import Asked, simulate
@@ -37,8 +38,8 @@ from warpline.scale.times import Times
 from warpline.scale.times import measured as times_of
 from warpline.serve.address import address_of
 from warpline.serve.app import create_app
-from warpline.serve.run import SWITCH_SECONDS, bound, url_of
 from warpline.serve.run import Server as UvicornServer
+from warpline.serve.run import bound, url_of
 
 Row = dict[str, Any]
 MODEL = "stories"

@@ -151,6 +151,10 @@ FAMILY: dict[str, tuple[str, ModelConfig]] = {
 }
 
 
+#: Seconds after which a thread that computes in Python lets another one run, where the engine's thread shares the
+#: interpreter with others: what has little to do, often, would wait 5 ms for it each time.
+SWITCH_SECONDS = 1e-4
+
 #: What no sensible request exceeds; a slip of the keyboard gets an answer instead of a full memory.
 MOST = {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1, "top_k": 2**31 - 1, "n": 10_000}
 #: Tokens of a logit_bias.

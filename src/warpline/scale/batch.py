@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warpline.config import EngineConfig, SamplingParams
+from warpline.config import SWITCH_SECONDS, EngineConfig, SamplingParams
 from warpline.engine.llm import MOST_SLOTS
 from warpline.errors import ConfigError, DeviceError, WarplineError
 from warpline.model import weights
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which a thread that computes in Python lets another one run.
-SWITCH_SECONDS = 1e-4
 #: Chunks that may be finished ahead of one that is not, so that a long text keeps nobody waiting.
 AHEAD = 32
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from warpline.config import SamplingParams
+from warpline.config import SWITCH_SECONDS, SamplingParams
 from warpline.errors import DeviceError
 from warpline.serve.app import App, create_app
-from warpline.serve.run import SWITCH_SECONDS
 from warpline.serve.state import Settings
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from warpline.config import SWITCH_SECONDS
 from warpline.errors import ConfigError
 from warpline.serve.app import App, create_app
 from warpline.serve.connection import Connection
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: Names of this machine that only its own programs can use.
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-#: Seconds after which a thread that computes in Python lets another one run. The event loop has little to do, often:
-#: it would wait 5 ms for the engine's thread each time that it has called something outside of Python.
-SWITCH_SECONDS = 1e-4
 
 
 class Server(uvicorn.Server):
