@@ -1,6 +1,6 @@
 """What replicas give and what Ray costs, measured on this machine, one part at a time:
 
-    python -m tools.scale ttft|replicas|load|batch|offline --save results
+    python -m tools.scale ttft|replicas|load|batch|many|offline --save results
 
 `load` is what docs/scale.md compares: the simulator, and the server under the very same requests.
 """
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,8 +235,12 @@ def written(path: Path, count: int) -> Path:
     """Short prompts, no two alike."""
     with path.open("w") as file:
         for i in range(count):
-            file.write(json.dumps({"id": i, "prompt": f"Once upon a time, friend number {i} found a key and"}) + "\n")
+            file.write(json.dumps({"id": i, "prompt": prompt_of(i)}) + "\n")
     return path
+
+
+def prompt_of(number: int) -> str:
+    return f"Once upon a time, friend number {number} found a key and"
 
 
 #: Short prompts, and a few tokens of each.
@@ -252,9 +256,7 @@ def batch(rounds: int) -> list[Row]:
     for _ in range(4 * rounds):
         found = {}
         for way in ("direct", "through"):
-            command = [sys.executable, "-m", "tools.scale", way]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[way] = json.loads(done.stdout.splitlines()[-1])
+            found[way] = in_process(way)
         ratio = found["through"]["prompts_per_second"] / found["direct"]["prompts_per_second"]
         shape = {"kind": "batch", "model": MODEL, "prompts": SHORT, "new": FEW.max_tokens, "ratio": round(ratio, 4)}
         rows.append(made | shape | {f"{way}_{name}": value for way in found for name, value in found[way].items()})
@@ -262,17 +264,65 @@ def batch(rounds: int) -> list[Row]:
     return rows
 
 
-def direct(rounds: int) -> list[Row]:
-    """`LLM.generate`, warm."""
+#: Prompts of `many`.
+MANY = 100_000
+
+
+def many(rounds: int) -> list[Row]:
+    """`warpline batch` over a hundred thousand prompts beside `LLM.generate` over the same: half of them before it and
+    half behind, so that a machine that becomes slower or faster does so for both. Its memory is read every second."""
+    made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
+    before = in_process("direct", 0, MANY // 2)
     with tempfile.TemporaryDirectory() as folder:
-        lines = written(Path(folder) / "prompts.jsonl", SHORT).read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
+        path, out = written(Path(folder) / "prompts.jsonl", MANY), Path(folder) / "out.jsonl"
+        command = [
+            sys.executable, "-m", "warpline", "batch", str(path), str(out), "--model", MODEL, "--device", "cpu",
+            "--dtype", "fp32", "--max-tokens", str(FEW.max_tokens), "--seed", "0", "--ignore-eos",
+        ]  # fmt: skip
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            memory = list(resident(process))
+        seconds = time.perf_counter() - began
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+    if process.returncode or [line["id"] for line in lines] != list(range(MANY)):
+        raise SystemExit(f"warpline batch ended with {process.returncode} and {len(lines):,} lines, or out of order")
+    behind = in_process("direct", MANY // 2, MANY)
+    alone = 2 / (1 / before["prompts_per_second"] + 1 / behind["prompts_per_second"])
+    tenth = len(memory) // 10
+    return [made | {
+        "kind": "many", "model": MODEL, "prompts": MANY, "new": FEW.max_tokens, "seconds": round(seconds, 2),
+        "through_prompts_per_second": round(MANY / seconds, 2), "direct_prompts_per_second": round(alone, 2),
+        "direct_before": before["prompts_per_second"], "direct_behind": behind["prompts_per_second"],
+        "ratio": round(MANY / seconds / alone, 4),
+        "resident_mb": [round(max(memory[at * tenth : (at + 1) * tenth]), 1) for at in range(10)],
+    }]  # fmt: skip
+
+
+def resident(process: subprocess.Popen[bytes]) -> Iterator[float]:
+    """Megabytes of a process, every second until it ends."""
+    pages = Path(f"/proc/{process.pid}/statm")
+    while process.poll() is None:
+        yield int(pages.read_text().split()[1]) * 4096 / 1e6
+        time.sleep(1)
+
+
+def in_process(way: str, *numbers: int) -> Row:
+    """A part of this program in a process of its own."""
+    command = [sys.executable, "-m", "tools.scale", way, *(f"--prompts={number}" for number in numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def direct(rounds: int, prompts: Sequence[int] = (0, SHORT)) -> list[Row]:
+    """`LLM.generate`, warm, over some of the prompts."""
+    first, last = prompts
+    chosen = [prompt_of(i) for i in range(first, last)]
     llm = LLM(MODEL, device="cpu", dtype="fp32")
-    llm.generate(prompts[:64], FEW)
+    llm.generate(chosen[:64], FEW)
     began, cpu = time.perf_counter(), time.process_time()
-    llm.generate(prompts, FEW)
+    llm.generate(chosen, FEW)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    return [{"prompts_per_second": round(SHORT / seconds, 2), "cores": round(cpu / seconds, 3)}]
+    return [{"prompts_per_second": round(len(chosen) / seconds, 2), "cores": round(cpu / seconds, 3)}]
 
 
 def through(rounds: int) -> list[Row]:
@@ -287,22 +337,23 @@ def through(rounds: int) -> list[Row]:
 
 def main() -> None:
     parts: dict[str, Callable[..., list[Row]]] = {
-        "ttft": ttft, "replicas": replicas, "offline": offline, "load": load, "batch": batch,
+        "ttft": ttft, "replicas": replicas, "offline": offline, "load": load, "batch": batch, "many": many,
         "direct": direct, "through": through,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=parts)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--prompts", type=int, action="append", help="of `direct`: the first, and behind the last")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    rows = parts[given.part](given.rounds)
+    rows = parts[given.part](given.rounds, **({"prompts": given.prompts} if given.prompts else {}))
     if given.save is not None:
         append(given.save, "scale", rows)
     shown = (
         "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
         "p99_ttft_ms", "median_way_ms", "p99_way_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
         "simulated_p99_ttft_ms", "ratio", "direct_prompts_per_second", "through_prompts_per_second", "cores",
-        "prompts_per_second", "steps", "prompts", "turn", "request",
+        "prompts_per_second", "steps", "prompts", "turn", "request", "resident_mb", "direct_before", "direct_behind",
     )  # fmt: skip
     for row in rows:
         print(json.dumps({name: row[name] for name in shown if name in row}))
