@@ -36,7 +36,8 @@ def alone() -> Alone:
 def test_random_arrivals(executor: str, count: int, budget: int, ahead: bool, alone: Alone) -> None:
     """With prompts in chunks of nine tokens as well, and with the next turn launched before the last is known."""
     llm = make(executor)
-    llm.engine.scheduler.prompt_tokens, llm.engine._overlaps = budget, ahead
+    planner = llm.engine.scheduler
+    planner.prompt_tokens, planner.overlaps = budget, ahead
     arrivals = run_arrivals(llm, count, seed=budget, longest=100)
     assert check_alone(alone, arrivals) == 0
     assert sum(a.cancelled for a in arrivals) > count // 100
@@ -56,7 +57,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(ahead=st.booleans())
     def launch_ahead(self, ahead: bool) -> None:
         """As a GPU has it, or not."""
-        self.llm.engine._overlaps = ahead
+        self.llm.engine.scheduler.overlaps = ahead
 
     @rule(seed=st.integers(0, 2**32), times=st.integers(1, 4))
     def submit(self, seed: int, times: int) -> None:
@@ -193,7 +194,7 @@ def test_a_cancel_holds_while_its_tokens_are_taken_in() -> None:
 
 def test_a_stream_is_launched_ahead_unless_something_waits() -> None:
     llm = make("cpu", 2)
-    llm.engine._overlaps = True
+    llm.engine.scheduler.overlaps = True
     llm._worker.wake = lambda: None  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     first = llm.submit([1, 2], params)
@@ -205,6 +206,22 @@ def test_a_stream_is_launched_ahead_unless_something_waits() -> None:
     while llm.engine.step():
         pass
     assert [len(handle.token_ids) for handle in (first, second)] == [100, 100]
+
+
+def test_a_first_token_does_not_wait_for_the_steps_of_others() -> None:
+    llm = make("cpu", 2)
+    llm.engine.scheduler.overlaps = True
+    llm._worker.wake = lambda: None  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    old = llm.submit([3], params)
+    llm.engine.step()
+    stream = llm.stream([1, 2], params)
+    text = next(stream)
+    (flight,) = llm.engine._flights
+    assert len(flight.reports) == 1  # of two
+    assert (flight.turn.steps, len(flight.turn.running)) == (4, 2)
+    assert text + "".join(stream) == llm.generate([1, 2], params)[0].text
+    assert old.result(timeout=0).text == llm.generate([3], params)[0].text
 
 
 def test_a_dropped_stream_leaves_nothing() -> None:

@@ -22,8 +22,8 @@ def sequence(prompt: int, new: int, **options: object) -> Sequence:
     return Sequence(Request([1] * prompt, SamplingParams(), 0, 0, prompt + new), **options)  # type: ignore[arg-type]
 
 
-def scheduler(slots: int = 4, prompt_tokens: int = 100) -> Scheduler:
-    return Scheduler(slots, prompt_tokens=prompt_tokens, chunk=32, most_steps=256, crowd=3)
+def scheduler(slots: int = 4, prompt_tokens: int = 100, *, overlaps: bool = False) -> Scheduler:
+    return Scheduler(slots, prompt_tokens=prompt_tokens, chunk=32, most_steps=256, crowd=3, overlaps=overlaps)
 
 
 def played(planner: Scheduler, *, wasteful: bool = False) -> Turn | None:
@@ -94,6 +94,21 @@ def test_others_wait_a_moment_for_the_first_token_of_a_stream() -> None:
     turn = played(planner)
     assert turn is not None
     assert (turn.steps, turn.reported) == (FIRST_STREAM_STEPS, [old, new])
+
+
+def test_where_host_and_device_overlap_nobody_waits_for_a_first_token() -> None:
+    planner = scheduler(overlaps=True)
+    old, new = sequence(5, 200), sequence(5, 200, followed=True)
+    planner.add([old])
+    played(planner, wasteful=True)
+    planner.add([new])
+    turn = played(planner)
+    assert turn is not None
+    assert (turn.running, turn.steps) == ([old, new], FIRST_STREAM_STEPS)
+    assert turn.parts() == [(0, False), (FIRST_STREAM_STEPS, True)]  # its first token is reported before the steps
+    turn = played(planner)
+    assert turn is not None
+    assert turn.parts() == [(FIRST_STREAM_STEPS, True)]
 
 
 def test_many_streams_have_longer_turns() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -324,7 +325,8 @@ class KernelCrossing(Crossing):
     def __init__(self, slots: Slots):
         super().__init__(slots)
         self._staging = Staging(self.progress, slots.device)
-        self._landings = [_Landing(self._rows, slots.capacity, pinned=self._pinned) for _ in range(2)]
+        #: Two turns may be under way, with two reports each.
+        self._landings = deque(_Landing(self._rows, slots.capacity, pinned=self._pinned) for _ in range(4))
         self._launch: Callable[[], object] | None = None
 
     def stage(self, requests: Sequence[Request]) -> None:
@@ -342,8 +344,8 @@ class KernelCrossing(Crossing):
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
         """On its way to the host when this returns."""
-        self._landings.reverse()
-        landing = self._landings[0]  # two may be on their way at once
+        self._landings.rotate()
+        landing = self._landings[0]
         if landing.report is not None:
             landing.report.wait()
         if landing.launch is None:

@@ -49,6 +49,7 @@ class Engine:
             chunk=executor.chunk,
             most_steps=max(executor.chunk, executor.most_steps),
             crowd=executor.crowd,
+            overlaps=executor.device.type == "cuda",
         )
         self._flights: deque[Flight] = deque()  # in the order in which they were launched; two at most
         self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
@@ -56,7 +57,6 @@ class Engine:
         self._idle_since: float | None = None  # the end of the turn before
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
-        self._overlaps = self._cuda  # whether launches return before they are computed
         self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
         self._clocks = deque(Clock(cuda=self._cuda) for _ in range(2))  # they take turns
 
@@ -165,12 +165,13 @@ class Engine:
             with self._on_stream():
                 worked = bool(self._landed)
                 # What is known goes out first if the device is busy anyway, or if the host would compute before it did.
-                if worked and (self._flights or not self._overlaps):
+                if worked and (self._flights or not self.scheduler.overlaps):
                     self._publish()
                     meanwhile()
                     if done():
                         return True
-                self._launch_all()
+                if not self._flights:
+                    self._launch()
                 self._publish()
                 meanwhile()
                 if not self._flights:
@@ -179,6 +180,7 @@ class Engine:
                 while flight.reports:
                     if done():
                         return True
+                    self._launch_ahead()
                     self._land(flight)
                     if flight.reports:  # the rest of the turn is under way
                         self._publish()
@@ -217,13 +219,13 @@ class Engine:
                 self._stream.wait_stream(torch.cuda.default_stream(self.executor.device))
         return self._slots
 
-    def _launch_all(self) -> None:
-        """Enqueue a turn unless one is under way; and, where streams are served and nothing waits to join them, the
-        next one behind it, so that the device does not wait for the host in between."""
-        if not self._flights:
-            self._launch()
-        if self._overlaps and len(self._flights) == 1 and self._flights[0].turn.followed:
-            self._launch()
+    def _launch_ahead(self) -> None:
+        """Where streams are served and nothing waits to join them, enqueue the next turn before the last has ended, so
+        that the device does not wait for the host in between. First tokens are handed over before that."""
+        if self.scheduler.overlaps and len(self._flights) == 1:
+            flight = self._flights[0]
+            if flight.turn.followed and len(flight.reports) == 1:
+                self._launch()
 
     def _launch(self) -> None:
         """Enqueue the next turn, if there is anything to do. Slots are given away only while no turn is under way."""
@@ -259,7 +261,7 @@ class Engine:
             self._copy(slots, turn.late)
             clock.prompted()
             taken, reports = [s.slot for s in turn.reported], []
-            for steps, last in turn.parts() if self._cuda else [(turn.steps, True)]:
+            for steps, last in turn.parts() if self.scheduler.overlaps else [(turn.steps, True)]:
                 if steps:
                     executor.decode(slots, lanes, steps)
                 if last:
@@ -304,7 +306,8 @@ class Engine:
                 job.ended = True
                 if flags[i] & BROKEN:
                     job.error = self._broken()
-            self._landed.append((job, i, job.ended))
+            if count or job.ended:
+                self._landed.append((job, i, job.ended))
         self._news = news
         flight.tokens += max(counts, default=0)
         if flight.lengths is None:

@@ -16,8 +16,8 @@ STEPS_WHILE_WAITING = 16
 #: A turn of many tokens reports so many steps before its end as well: the host makes text of what came before while the
 #: device takes them.
 LAST_STEPS, MANY_TOKENS = 16, 2048
-#: Steps of a launch that serves streams: of the first behind a first token, and of the others by how many sequences
-#: there are. Each launch makes an event for every stream, and whatever arrives waits for what is enqueued.
+#: Steps of a launch that serves streams: behind a first token few, else by how many sequences there are. Each launch
+#: brings something for every stream, and whatever arrives waits for what is enqueued.
 FIRST_STREAM_STEPS, STREAM_STEPS, CROWDED_STREAM_STEPS = 4, 8, 16
 
 
@@ -92,7 +92,10 @@ class Turn:
         return (sequence.slot, *[twin.slot for twin in self.twins.get(id(sequence), ())])
 
     def parts(self) -> list[tuple[int, bool]]:
-        """How many steps are taken before each report, and whether it is the last."""
+        """How many steps are taken before each report, and whether it is the last. A first token that somebody waits
+        for has a report of its own."""
+        if self.steps and any(s.followed for s in self.begun):
+            return [(0, False), (self.steps, True)]
         if self.steps > 2 * LAST_STEPS and self.steps * len(self.running) >= MANY_TOKENS:
             return [(self.steps - LAST_STEPS, False), (LAST_STEPS, True)]
         return [(self.steps, True)]
@@ -127,11 +130,14 @@ class Turn:
 
 
 class Scheduler:
-    """Waiting, running, and what to do next."""
+    """Waiting, running, and what to do next. `overlaps` says that the device computes while the host looks at what has
+    come already: then those who run go on in a turn that brings others their first tokens."""
 
-    def __init__(self, slots: int, *, prompt_tokens: int, chunk: int, most_steps: int, crowd: int):
+    def __init__(
+        self, slots: int, *, prompt_tokens: int, chunk: int, most_steps: int, crowd: int, overlaps: bool = False
+    ):
         self.slots, self.prompt_tokens, self.chunk, self.most_steps = slots, prompt_tokens, chunk, most_steps
-        self.crowd = crowd
+        self.crowd, self.overlaps = crowd, overlaps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -167,8 +173,8 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         turn.begin()
         running = [s for s in self.running if s.filled == s.prompt_length and s.steps_left > 0]
-        if any(s.followed for s in turn.begun):
-            running = []  # a first token that somebody waits for does not wait for more
+        if any(s.followed for s in turn.begun) and not (self.overlaps and any(s.chunks for s in running)):
+            running = []  # a first token that somebody waits for does not wait for more, unless that costs others
         turn.decode(running, self._steps(running, wasteful) if running else 0)
         return turn if turn.admitted or turn.first or turn.second or turn.running else None
 
@@ -216,6 +222,6 @@ class Scheduler:
         followed = [s.chunks for s in running if s.followed]
         if followed:
             usual = STREAM_STEPS if len(running) <= self.crowd else CROWDED_STREAM_STEPS
-            return min(FIRST_STREAM_STEPS if min(followed) == 1 else usual, self.chunk, max(left))
+            return min(FIRST_STREAM_STEPS if min(followed) <= 1 else usual, self.chunk, max(left))
         most = self.chunk if wasteful(running) else self.most_steps
         return min(most, max(left), max(min(left), STEPS_WHILE_WAITING))

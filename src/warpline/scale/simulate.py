@@ -125,6 +125,7 @@ class _Replica:
             chunk=times.chunk,
             most_steps=times.most_steps,
             crowd=times.crowd,
+            overlaps=times.overlaps,
         )
         self.open = 0  # requests that are not answered
         self.working = 0.0
@@ -184,7 +185,7 @@ class _Replica:
             tokens = (self._steps if id(sequence) in running else 0) + (id(sequence) in begun)
             sequence.length = min(sequence.length + tokens, sequence.request.limit)
             if answer.first is None:
-                answer.first = now
+                answer.first = self._stepping if self._times.overlaps else now
             if sequence.length >= sequence.request.limit:
                 sequence.ended, answer.ended = True, now
                 del self.answers[id(sequence)]

@@ -38,6 +38,7 @@ class Times:
     most_steps: int = 32
     crowd: int = 4
     halts: bool = True  # whether a newcomer ends a launch behind its step
+    overlaps: bool = False  # whether a turn goes on behind the first tokens that it brings
 
     def step(self, lanes: int, positions: int) -> float:
         """One step of so many sequences that have so many positions together."""
@@ -107,6 +108,7 @@ def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -
         most_steps=max(llm.executor.chunk, llm.executor.most_steps),
         crowd=llm.executor.crowd,
         halts=llm.device.kind == "cpu",
+        overlaps=llm.engine.scheduler.overlaps,
     )
 
 
