@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 
-from warpline.serve.hub import Hub
+from warpline.serve.hub import REST, Hub
 
 
 class Reader:
@@ -48,6 +49,29 @@ def test_merged_by_time_and_nothing_is_lost() -> None:
     reader, calls, took = asyncio.run(main())
     assert 2 <= len(reader.times) <= took / 0.02 + 3
     assert calls <= len(reader.times) + 1  # of which one is to_thread's own
+
+
+def test_a_crowd_that_takes_long_to_serve_is_served_less_often() -> None:
+    """What listeners do when they are woken counts, as a task that sends does."""
+
+    class Slow(Reader):
+        def arrived(self) -> None:
+            super().arrived()
+            asyncio.get_running_loop().call_soon(time.sleep, 0.02)
+
+    async def main() -> list[float]:
+        reader = Slow()
+        hub = Hub(asyncio.get_running_loop(), merge=0.001)
+        for _ in range(120):
+            hub.tell(reader, urgent=False)
+            hub.wake()
+            await asyncio.sleep(0.002)
+        return reader.times
+
+    times = asyncio.run(main())
+    pauses = [later - sooner for sooner, later in itertools.pairwise(times)]
+    assert len(pauses) > 1
+    assert min(pauses) >= 0.02 * (1 + REST) - 0.002
 
 
 def test_urgent_news_do_not_wait_for_others() -> None:

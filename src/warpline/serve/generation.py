@@ -101,13 +101,14 @@ class Generation:
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Answer, and leave nothing behind."""
-        watch = self.state.loop.create_task(_left(receive))
-        watch.add_done_callback(self._is_gone)
         self.state.answers.add(self)
-        self._task = asyncio.current_task()
+        watch: asyncio.Task[None] | None = None
         try:
-            if self._open:
+            if self._open:  # first of all: the engine begins while the rest is made ready
                 self.state.backend.start([c.job for c in (*self.choices, *self.scorers) if not c.closed])
+            self._task = asyncio.current_task()
+            watch = self.state.loop.create_task(_left(receive))
+            watch.add_done_callback(self._is_gone)
             await (self._stream(send) if self.asked.streamed else self._whole(send))
         except asyncio.CancelledError:
             if self.state.status != "draining":
@@ -118,8 +119,9 @@ class Generation:
             await send({"type": "http.response.body", "body": self._last(failure)})
         finally:
             self.state.answers.discard(self)
-            watch.remove_done_callback(self._is_gone)
-            watch.cancel()
+            if watch is not None:
+                watch.remove_done_callback(self._is_gone)
+                watch.cancel()
             self.close()
 
     async def _whole(self, send: Send) -> None:

@@ -2,18 +2,22 @@
 is on its way.
 
 The first chunk of a sequence and its end are handed over at once. What comes in between waits until `MERGE` seconds
-have passed since the last was handed over, so that a stream's tokens are merged by time however fast they come.
+have passed since the last was handed over, so that a stream's tokens are merged by time however fast they come. Where
+there are so many streams that sending takes long, the wait is longer too: requests that arrive need the loop as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from typing import Protocol
 
 #: Seconds for which tokens of a stream are gathered into one event.
 MERGE = 0.0015
+#: The loop rests from sending at least this many times as long as it took.
+REST = 2.0
 
 
 class Listener(Protocol):
@@ -56,8 +60,15 @@ class Hub:
         _empty(self._urgent)
         if self._later and not self._resting:
             self._resting = True
-            _empty(self._later)
-            self._loop.call_later(self._merge, self._look)
+            self._hand_over_later()
+
+    def _hand_over_later(self) -> None:
+        began = time.perf_counter()
+        _empty(self._later)
+        self._loop.call_soon(self._sent, began)  # it comes behind those that have just been woken
+
+    def _sent(self, began: float) -> None:
+        self._loop.call_later(max(self._merge, REST * (time.perf_counter() - began)), self._look)
 
     def _look(self) -> None:
         if not self._later:
@@ -65,8 +76,7 @@ class Hub:
             if not self._later:  # asked again, because a thread may have seen the rest and left it to us
                 return
             self._resting = True
-        _empty(self._later)
-        self._loop.call_later(self._merge, self._look)
+        self._hand_over_later()
 
 
 def _empty(news: deque[Listener]) -> None:

@@ -167,10 +167,10 @@ def prompts_of(prompt: str | list[Any], most: int) -> list[str] | list[list[int]
     """A list of texts, or a list of lists of ids."""
     if isinstance(prompt, str):
         return [prompt]
-    first = type(prompt[0])
-    if any(type(one) is not first for one in prompt):
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
         raise bad("prompt mixes texts, token ids and lists: give one kind", "prompt")
-    if first is int:
+    if kinds == {int}:
         return [prompt]
     if len(prompt) > most:
         raise bad(f"prompt has {len(prompt):,} entries, and at most {most:,} fit in a request", "prompt")

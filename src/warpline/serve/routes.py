@@ -114,8 +114,8 @@ async def completions(state: State, scope: Scope, receive: Receive, send: Send) 
     with_places = _Places(state, count)
     async with with_places:
         ids = await encoded(state, prompts)
-        texts = [p if isinstance(p, str) else state.backend.tokenizer.decode(p, special=True) for p in prompts]
-        made = _asked(state, asked, ids, texts if echoes else [], asked.logprobs, began)
+        texts = _texts(state, prompts) if echoes else []
+        made = _asked(state, asked, ids, texts, asked.logprobs, began)
         made.echoes, made.nothing = echoes, nothing
         await _answer(state, scope, receive, send, made, Completions, with_places)
 
@@ -218,11 +218,16 @@ async def encoded(state: State, prompts: list[str] | list[list[int]], param: str
     for ids in found:
         if not ids:
             raise bad("the prompt is empty: give a text; <|endoftext|> starts from nothing", param)
-        if not all(type(token) is int and 0 <= token < vocab for token in ids):
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
             raise bad(f"prompt holds something that is no token id below {vocab:,}", param)
         if len(ids) > context:
             raise _too_long(f"{len(ids):,}", context, param)
     return found
+
+
+def _texts(state: State, prompts: list[str] | list[list[int]]) -> list[str]:
+    decode = state.backend.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt, special=True) for prompt in prompts]
 
 
 def _too_long(tokens: str, context: int, param: str) -> ApiError:

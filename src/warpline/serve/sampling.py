@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from warpline.config import SamplingParams
@@ -33,17 +34,24 @@ def params_of(
     if asked.seed is not None:
         named["seed"] = asked.seed % 2**64
     if asked.logit_bias:
-        named["logit_bias"] = {_token_id(key, vocab): value for key, value in asked.logit_bias.items()}
+        biases = {_token_id(key, vocab): value for key, value in asked.logit_bias.items()}
+        named["logit_bias"] = tuple(biases.items())
     named["stop"] = stops_of(asked.stop) + stops
     if named.get("min_tokens", 0) > named["max_tokens"]:
         raise bad(
             f"min_tokens {named['min_tokens']} exceeds the {named['max_tokens']} tokens there can be", "min_tokens"
         )
     try:
-        return SamplingParams(**named)
+        return _checked(tuple(named.items()))
     except ConfigError as error:
         word = str(error).split(" ", 1)[0]
         raise bad(str(error), word if word in asked.__struct_fields__ else None) from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked(named: tuple[tuple[str, Any], ...]) -> SamplingParams:
+    """Clients send the same settings again and again, and each is checked once."""
+    return SamplingParams(**dict(named))
 
 
 def _max_tokens(asked: Sampling, room: int) -> int:
