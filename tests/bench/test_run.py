@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
-from warpline.bench import methods, plan, process, run
+from warpline.bench import methods, plan, process, protocol, run
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import Naive, OnTorch
 from warpline.bench.oracle import Oracle
@@ -38,7 +39,8 @@ def test_oracle_tells_right_from_wrong() -> None:
     assert not oracle.judge(prompts, tokens, "bf16").right
 
 
-def test_methods_take_turns() -> None:
+def test_methods_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "SHORT", 0.0)
     order: list[str] = []
     calls = {name: (lambda n=name: order.append(n)) for name in "abc"}
     samples = collect(interleave(calls, CPU, repetitions=4, budget_seconds=100))
@@ -46,10 +48,17 @@ def test_methods_take_turns() -> None:
     assert {name: len(sample.seconds) for name, sample in samples.items()} == dict.fromkeys("abc", 4)
 
 
-def test_budget_ends_rounds_but_not_before_three() -> None:
+def test_short_calls_are_made_twice_in_a_turn_and_timed_once() -> None:
     order: list[str] = []
-    list(interleave({"a": lambda: order.append("a")}, CPU, repetitions=50, budget_seconds=0))
-    assert len(order) == 3
+    calls = {"short": lambda: order.append("s"), "long": lambda: (order.append("l"), time.sleep(0.12))}
+    samples = collect(interleave(calls, CPU, repetitions=3, budget_seconds=100))
+    assert "".join(order) == "sllssssl"
+    assert {name: len(sample.seconds) for name, sample in samples.items()} == {"short": 3, "long": 3}
+
+
+def test_budget_ends_rounds_but_not_before_three() -> None:
+    found = list(interleave({"a": lambda: None}, CPU, repetitions=50, budget_seconds=0))
+    assert len(found) == 3
 
 
 def test_sample() -> None:
