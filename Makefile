@@ -87,11 +87,15 @@ test-hf-suite: .venvs/suite/.ready $(ENVIRONMENTS:%=%/.ready)
 test-ray: $(VENV)/.ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray --timeout 300
 
-# A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled. Where time is
-# short, files run side by side, in processes of their own; what measures time, in test_bench.py, test_hf.py and
-# test_profile.py, wants the GPU for itself.
+# A GPU machine often has a torch of its own and no network: the tests run there from source, uninstalled, and side by
+# side if pytest-xdist is there (GPU_WORKERS processes; half an hour one by one). What measures time has the GPU to itself.
+# Where time is short, TESTS names some of the files.
+GPU_WORKERS = 8
+TESTS = tests/gpu
 test-gpu:
-	PYTHONPATH=src:. $(PYTHON) -m pytest tests/gpu -p no:cacheprovider
+	PYTHONPATH=src:. OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(TESTS) -p no:cacheprovider -m "not alone" \
+		$$($(PYTHON) -c 'import xdist; print("-n $(GPU_WORKERS) --dist worksteal")' 2> /dev/null)
+	PYTHONPATH=src:. $(PYTHON) -m pytest $(TESTS) -p no:cacheprovider -m alone || test $$? = 5  # there may be none
 
 # The bindings ask the driver for functions it may not have; such refusals are no errors of ours.
 sanitize:

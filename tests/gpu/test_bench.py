@@ -87,6 +87,7 @@ def test_many_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["requests_per_second"] > 0 for row in rows.values() if row["status"] == "ok")
 
 
+@pytest.mark.alone
 def test_bandwidths_are_of_the_same_memory() -> None:
     read, copy = read_bandwidth(), copy_bandwidth()
     assert 0.8 < read / copy < 1.25

@@ -166,21 +166,25 @@ def speed(measured: Any, what: str, way: str) -> float:
     return float(found[0])
 
 
+@pytest.mark.alone
 def test_generate_is_as_fast_as_the_engine(measured: Any) -> None:
     patched, alone, plain = (speed(measured, "generate", w) for w in ("patched", "our engine alone", "unpatched"))
     assert patched <= 1.3 * alone
     assert patched <= plain / 30
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", ["forward 1 ×", "forward 16 ×"])
 def test_kernels_make_forward_passes_faster(measured: Any, what: str) -> None:
     assert speed(measured, what, "kernels only") < speed(measured, what, "unpatched")
 
 
+@pytest.mark.alone
 def test_kernels_never_slow_decoding_down(measured: Any) -> None:
     assert speed(measured, "generate", "kernels only") <= 1.03 * speed(measured, "generate", "unpatched")
 
 
+@pytest.mark.alone
 def test_report_prints(measured: Any) -> None:
     report: Report = measured.report
     print(report, *measured.rows, sep="\n")  # what the speeds above were, for whoever asks (pytest -rP)

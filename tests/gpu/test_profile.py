@@ -91,6 +91,7 @@ def test_what_lies_between_two_prompts_is_not_counted(method: str) -> None:
     assert phase.fastest_us < 1.5 * phase.plain_us + 300  # recording has its price
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("method", ["graph", "persistent"])
 @pytest.mark.parametrize("model", ["stories", "random:gpt2"])
 def test_nothing_is_faster_than_the_gpu(method: str, model: str) -> None:
@@ -100,12 +101,14 @@ def test_nothing_is_faster_than_the_gpu(method: str, model: str) -> None:
         assert verdict(session, phase)
 
 
+@pytest.mark.alone
 def test_strongest_torch_is_profiled() -> None:
     session = profiled("static-kv-compile")
     assert session.phase("decode").launches.graphs == 1
     assert session.notes  # either placed by the order of its products, or said to be in no table
 
 
+@pytest.mark.alone
 def test_the_host_is_the_bottleneck_of_eager_torch() -> None:
     phase = profiled("torch", model="random:gpt2").phase("decode")
     assert phase.gap_us > phase.busy_us
@@ -113,6 +116,7 @@ def test_the_host_is_the_bottleneck_of_eager_torch() -> None:
     assert phase.launches.host_us > 0
 
 
+@pytest.mark.alone
 def test_stages_of_the_persistent_kernel() -> None:
     phase = profiled("persistent", model="random:gpt2").phase("decode")
     assert phase.source == "stamps"
@@ -122,6 +126,7 @@ def test_stages_of_the_persistent_kernel() -> None:
     assert {row.kind for row in classes(phase)} == {"GEMM", "attention", "exchange"}
 
 
+@pytest.mark.alone
 def test_the_persistent_kernels_stages_compare_with_the_graphs_kernels() -> None:
     graph, persistent = (profiled(method, phases=("decode",)) for method in ("graph", "persistent"))
     (found,) = compare(graph, persistent)

@@ -43,6 +43,7 @@ def sweep(*wanted: Case, minutes: float = 2.0) -> list[Result]:
     return Sweep(wanted, Worker(), Journal(gpu()), minutes).run()
 
 
+@pytest.mark.alone
 def test_a_sweep_finds_goes_on_and_is_picked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = case("layernorm", LAYERNORM), case("matmul_bias", MATMUL)
     results = sweep(*cases)
@@ -106,12 +107,14 @@ def test_a_hanging_queue_is_survived() -> None:
     hasty.stop()
 
 
+@pytest.mark.alone
 def test_ways_in_turn_are_told_apart() -> None:
     large, small = (torch.empty(n, device="cuda") for n in (1 << 26, 1 << 20))
     slow, fast = time_in_turn([lambda _: large.add_(1), lambda _: small.add_(1)], 2)
     assert slow.median > 5 * fast.median
 
 
+@pytest.mark.alone
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["tune", "layernorm", "append_attention", "--dtype", "fp16", "--minutes", "1", "--save", str(tmp_path)]
     with pytest.raises(SystemExit) as done:
