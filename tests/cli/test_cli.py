@@ -41,6 +41,14 @@ def test_help_answers_quickly(slowness: float) -> None:
     assert min(times) < 0.5 * slowness
 
 
+@pytest.mark.parametrize("command", ["serve", "batch"])
+def test_help_keeps_the_names_of_extras(run: Run, command: str) -> None:
+    """Brackets are markup to the library that prints help."""
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "[ray]" in out
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"warpline {__version__}\n", "")
 

@@ -31,7 +31,7 @@ def batch(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of text.")] = False,
     seed: Seed = 0,
     replicas: Annotated[
-        str | None, typer.Option(help="So many models at work, by Ray, or auto: pip install 'warpline[ray]'.")
+        str | None, typer.Option(help="So many models at work, by Ray, or auto: pip install 'warpline\\[ray]'.")
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")

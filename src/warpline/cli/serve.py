@@ -52,7 +52,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     replicas: Annotated[
         str | None,
-        typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline[ray]'."),
+        typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline\\[ray]'."),
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")
