@@ -1,18 +1,25 @@
-"""Prompts on a CPU, through the BLAS that torch brings.
+"""Prompts on a CPU, through the libraries that torch brings.
 
 The tokens of all spans stand one behind the other as rows of one matrix, so that a product reads its weights once;
-attention goes span by span. Products are float32 whatever the weights are stored as: a matrix that is not is converted
-into the same room as all others, some rows at a time.
+attention goes span by span. Products are float32 whatever the weights are stored as.
+
+Matrices in float32 are packed for oneDNN on first use, where there is memory for a second copy: it reads them once,
+where BLAS packs them anew in every call (gpt2 on two cores: 16 tokens 18 ms instead of 45, 64 tokens 55 instead of 95),
+and a row comes out the same to the bit whatever stands beside it. Other matrices are converted into the same room as
+all others, some rows at a time, for BLAS.
 """
 
 from __future__ import annotations
 
+import logging
+import platform
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from warpline import hardware
 from warpline.config import ACTIVATIONS
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
@@ -20,8 +27,14 @@ from warpline.model.gpt2 import activate, visible
 from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
+logger = logging.getLogger(__name__)
+
 #: Elements of a matrix that are converted at once.
 _ROOM = 1 << 22
+#: Of the memory that is free, what packed matrices may take.
+PACKED_SHARE = 0.25
+#: Tokens of a prompt as oneDNN is told when it packs; others are as fast.
+_USUAL_TOKENS = 64
 
 
 class CpuPrompts:
@@ -30,6 +43,8 @@ class CpuPrompts:
     def __init__(self, weights: Weights):
         self._weights = weights
         self._room: Tensor | None = None
+        self._packs = can_pack(weights)
+        self._packed: dict[str, Tensor] = {}
 
     @torch.inference_mode()
     def run(self, slots: Slots, spans: Sequence[Span]) -> Tensor:
@@ -93,6 +108,11 @@ class CpuPrompts:
         t = self._weights.tensors
         stored, bias = t[f"{name}.weight"], t.get(f"{name}.bias")
         bias = None if bias is None else bias.float()
+        if self._packs and name.startswith("h."):
+            if (packed := self._packed.get(name)) is None:
+                packed = self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(stored, _USUAL_TOKENS)
+            found: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            return found
         if stored.dtype == torch.float32:
             return F.linear(x, stored, bias)
         outputs, inputs = stored.shape
@@ -106,3 +126,18 @@ class CpuPrompts:
         if (scale := t.get(f"{name}.weight{SCALE}")) is not None:
             y *= scale
         return y if bias is None else y.add_(bias)
+
+
+def can_pack(weights: Weights) -> bool:
+    """Whether the matrices of all layers may be there a second time, as oneDNN likes them."""
+    matrices = [t for name, t in weights.tensors.items() if name.startswith("h.") and t.dim() == 2]
+    is_known = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+    if not is_known or any(matrix.dtype != torch.float32 for matrix in matrices):
+        return False
+    needed, free = sum(matrix.nbytes for matrix in matrices), hardware.free_bytes("cpu")
+    fits = free is None or needed <= PACKED_SHARE * free
+    if not fits:
+        logger.info(
+            "prompts run on the weights as they are: packed for oneDNN they would take %d MB more", needed // 10**6
+        )
+    return fits
