@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from warpline.config import ModelConfig, SamplingParams
-from warpline.engine.crossing import ALL_TOKENS, BROKEN, DONE, FAULT, HostCrossing, KernelCrossing, TorchCrossing
+from warpline.engine.admission import ALL_TOKENS
+from warpline.engine.crossing import BROKEN, DONE, FAULT, HostCrossing, KernelCrossing, TorchCrossing
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError

@@ -6,7 +6,6 @@ nothing can be compiled; on a CPU numpy does.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpline.config import MOST_BIASES, SamplingParams
+from warpline.engine.admission import Admission
 from warpline.engine.request import Request
 from warpline.kernels.driver import upload
 from warpline.kernels.noise import noise_keys
@@ -26,87 +25,6 @@ if TYPE_CHECKING:
     from warpline.engine.slots import Slots
 
 DONE, BROKEN, FAULT = 1, 2, 4
-#: Of top-k where there is none; no vocabulary is as large.
-ALL_TOKENS = 2**31 - 1
-
-
-class Admission:
-    """What new sequences bring, a row for each. It is filled anew each time."""
-
-    def __init__(self, rows: int, capacity: int, *, pinned: bool):
-        def room(kind: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=kind, pin_memory=pinned)
-
-        #: In the order in which the op `admit` takes them.
-        self.tensors = (
-            room(torch.int64, rows).fill_(-1),  # lanes, -1 where there is no sequence
-            # whole: length, known, limit, min_length, top_k, begin of its tokens, begin and number of its biases
-            room(torch.int64, rows, 8),
-            room(torch.float32, rows, 6),  # numbers: temperature, top_p, min_p, penalty, presence, frequency
-            room(torch.bool, rows, 2),  # flags: stops_at_eos, biased
-            room(torch.int64, rows),  # stream: key of its randomness
-            room(torch.int32, rows * capacity),  # given: prompts and forced tokens, one behind the other
-            room(torch.int32, rows * MOST_BIASES),  # biased_tokens, and
-            room(torch.float32, rows * MOST_BIASES),  # biases: what is added to their logits
-        )
-        arrays = [tensor.numpy() for tensor in self.tensors]
-        self.lanes, self.whole, self.numbers, self.flags, self.stream, self.given, *biases = arrays
-        self.biased_tokens, self.biases = biases
-        self.count = 0
-
-    def fill(self, requests: Sequence[Request], vocab: int) -> None:
-        """Everything but the lanes."""
-        given, n = [_given(request) for request in requests], len(requests)
-        begins = [*itertools.accumulate(map(len, given), initial=0)]
-        params = {id(request.params): request.params for request in requests}  # often one for all
-        settings = {key: _settings(its, vocab) for key, its in params.items()}
-        rows, numbers, flags, streams, biased = [], [], [], [], 0
-        for request, ids, begin in zip(requests, given, begins, strict=False):
-            least, top, its_flags, of_draws, biases = settings[id(request.params)]
-            length = len(request.prompt)
-            rows.append((length, len(ids), request.limit, length + least, top, begin, biased, len(biases)))
-            numbers.append(of_draws)
-            flags.append(its_flags)
-            streams.append(request.stream if of_draws[0] > 0 else 0)
-            if biases:
-                part = slice(biased, biased := biased + len(biases))
-                self.biased_tokens[part], self.biases[part] = zip(*biases, strict=True)
-        self.whole[:n], self.numbers[:n], self.flags[:n] = rows, numbers, flags
-        self.stream[:n] = np.array(streams, np.uint64).view(np.int64)
-        np.concatenate(given, out=self.given[: begins[-1]], casting="same_kind")
-        self.lanes[n : self.count] = -1
-        self.count = n
-
-    def tokens(self) -> list[np.ndarray]:
-        """Of each sequence."""
-        return [self.given[begin : begin + known] for known, begin in self.whole[: self.count, [1, 5]].tolist()]
-
-    def adjusted(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Of each sequence that adjusts tokens: which it is, their ids, and what is added to their logits."""
-        found = []
-        for row in np.flatnonzero(self.flags[: self.count, 1]).tolist():
-            begin, count = self.whole[row, 6:8].tolist()
-            found.append((row, self.biased_tokens[begin : begin + count], self.biases[begin : begin + count]))
-        return found
-
-
-def _given(request: Request) -> np.ndarray:
-    ids = np.asarray(request.prompt, np.int64)
-    if not len(request.forced):
-        return ids
-    return np.concatenate((ids, np.asarray(request.forced[: request.limit - len(ids)], np.int64)))
-
-
-def _settings(
-    params: SamplingParams, vocab: int
-) -> tuple[int, int, tuple[bool, bool], tuple[float, ...], tuple[tuple[int, float], ...]]:
-    """min_tokens, top_k, flags, the numbers of a draw, and biases."""
-    top = params.top_k if 0 < params.top_k < vocab else ALL_TOKENS
-    numbers = (
-        params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.presence_penalty,
-        params.frequency_penalty,
-    )  # fmt: skip
-    return params.min_tokens, top, (not params.ignore_eos, params.adjusts_tokens), numbers, params.biases
 
 
 class Logprobs(NamedTuple):

@@ -231,8 +231,9 @@ class LLM:
         found: list[tuple[str | None, Request]] = []
         short: list[tuple[int, int]] = []
         context = self.config.n_positions
-        for prompt, ids, its in zip(prompts, many, params, strict=True):
+        for its in {id(its): its for its in params}.values():  # often one for all
             its.require_vocab(self.config.vocab_size)
+        for prompt, ids, its in zip(prompts, many, params, strict=True):
             limit = len(ids) + its.max_tokens
             if limit > context:
                 most = max(context, len(ids) + 1)  # one token needs no position
@@ -262,16 +263,16 @@ class LLM:
     def _many_checked(self, prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> list[np.ndarray]:
         """Checked all at once, and one by one only if something is wrong. They are copies."""
         try:
-            arrays = [_as_array(prompt) for prompt in prompts]
-            flat = np.concatenate(arrays)
+            lengths, flat = [len(prompt) for prompt in prompts], _joined(prompts)
         except (TypeError, ValueError, OverflowError):
             return [self._checked(prompt) for prompt in prompts]
-        fit = flat.ndim == 1 and flat.dtype.kind in "iu"
-        fit = fit and all(0 < len(ids) <= self.config.n_positions for ids in arrays)
+        fit = (
+            flat.ndim == 1 and flat.dtype.kind in "iu" and min(lengths) > 0 and max(lengths) <= self.config.n_positions
+        )
         if not fit or flat.min() < 0 or flat.max() >= self.config.vocab_size:
             return [self._checked(prompt) for prompt in prompts]
         flat = flat.astype(np.int64, copy=False)
-        ends = itertools.accumulate(map(len, arrays), initial=0)
+        ends = itertools.accumulate(lengths, initial=0)
         return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
     def _checked(self, prompt: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
@@ -363,13 +364,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompts))
 
 
-def _as_array(prompt: Sequence[int] | np.ndarray | torch.Tensor) -> np.ndarray:
-    """Of whole numbers alone; of a list in half the time that numpy needs."""
-    if isinstance(prompt, torch.Tensor):
-        return prompt.numpy()
-    if isinstance(prompt, np.ndarray):
-        return prompt
-    return np.frombuffer(array("q", prompt), np.int64)
+def _joined(prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> np.ndarray:
+    """One behind the other. Of lists, whole numbers alone, in half the time that numpy needs."""
+    if all(type(prompt) is list for prompt in prompts):
+        return np.frombuffer(array("q", itertools.chain.from_iterable(cast(list[list[int]], prompts))), np.int64)
+    arrays = [prompt.numpy() if isinstance(prompt, torch.Tensor) else np.asarray(prompt) for prompt in prompts]
+    return np.concatenate(arrays)
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
