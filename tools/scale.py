@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import statistics
 import subprocess
@@ -181,15 +182,36 @@ def load(rounds: int) -> list[Row]:
         first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
         found = replace(found, request=max(0.0, first))
         made = {name: row[name] for name in (*provenance(), "device", "model")}
-        rows = [made | {"kind": "times", "threads": 1, **found.row()}]
         most = replace(USUAL, requests=320, concurrency=64)
-        full = client(url, most)
-        rows.append({"kind": "load", "share": None, **full, **predicted(found, most)})
+        full = [client(url, most)]
+        served = []
         for share in SHARES:
-            rate = round(share * full["request_throughput"], 3)
-            one = replace(USUAL, rate=rate, requests=round(rate * SECONDS))
-            rows.append({"kind": "load", "share": share, **client(url, one), **predicted(found, one)})
+            rate = round(share * full[0]["request_throughput"], 3)
+            served.append((share, one := replace(USUAL, rate=rate, requests=round(rate * SECONDS)), client(url, one)))
+            full.append(client(url, most))
+    rates = [row["output_throughput"] for row in full]
+    usual = fitted(found, most, statistics.fmean(rates))
+    rows = [made | {"kind": "times", "threads": 1, **usual.row()}]
+    rows.append({"kind": "load", "share": None, **full[0], "most": rates, **predicted(usual, most)})
+    for (share, one, row), around in zip(served, itertools.pairwise(rates), strict=True):
+        times = fitted(found, most, statistics.fmean(around))
+        rows.append({"kind": "load", "share": share, **row, **predicted(times, one)})
     return rows
+
+
+def fitted(times: Times, most: Load, throughput: float) -> Times:
+    """The times with which a replica does at most what the server did right before a load and right behind it. At 95 %
+    of that two percent more or less make a wait six times as long, and a machine's speed changes by as much."""
+    for _ in range(6):
+        by = predicted(times, most)["simulated_output_throughput"] / throughput
+        times = replace(
+            times,
+            steps=tuple((lanes, by * seconds) for lanes, seconds in times.steps),
+            prompts=tuple((tokens, by * seconds) for tokens, seconds in times.prompts),
+            position=by * times.position,
+            turn=by * times.turn,
+        )
+    return times
 
 
 @contextlib.contextmanager

@@ -67,6 +67,10 @@ class Server:
             last = lines[-1].removeprefix("error: ") if lines else f"exit code {self._process.returncode}"
             raise ConfigError(f"the server did not start: {last}")
 
+    def resident_mb(self) -> float:
+        """Memory that it has now."""
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
     def cpu_seconds(self) -> float:
         """Time that all of its threads have spent on a CPU."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
