@@ -50,7 +50,12 @@ def test_methods_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_short_calls_are_made_twice_in_a_turn_and_timed_once() -> None:
     order: list[str] = []
-    calls = {"short": lambda: order.append("s"), "long": lambda: (order.append("l"), time.sleep(0.12))}
+
+    def long() -> None:
+        order.append("l")
+        time.sleep(0.12)
+
+    calls = {"short": lambda: order.append("s"), "long": long}
     samples = collect(interleave(calls, CPU, repetitions=3, budget_seconds=100))
     assert "".join(order) == "sllssssl"
     assert {name: len(sample.seconds) for name, sample in samples.items()} == {"short": 3, "long": 3}
