@@ -92,10 +92,11 @@ test-ray: $(VENV)/.ray
 # Where time is short, TESTS names some of the files.
 GPU_WORKERS = 8
 TESTS = tests/gpu
+PLUGINS = -p no:cacheprovider -p no:benchmark
 test-gpu:
-	PYTHONPATH=src:. OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(TESTS) -p no:cacheprovider -m "not alone" \
+	PYTHONPATH=src:. OMP_NUM_THREADS=2 $(PYTHON) -m pytest $(TESTS) $(PLUGINS) -m "not alone" \
 		$$($(PYTHON) -c 'import xdist; print("-n $(GPU_WORKERS) --dist worksteal")' 2> /dev/null)
-	PYTHONPATH=src:. $(PYTHON) -m pytest $(TESTS) -p no:cacheprovider -m alone || test $$? = 5  # there may be none
+	PYTHONPATH=src:. $(PYTHON) -m pytest $(TESTS) $(PLUGINS) -m alone || test $$? = 5  # there may be none
 
 # The bindings ask the driver for functions it may not have; such refusals are no errors of ours.
 sanitize:
