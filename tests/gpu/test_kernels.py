@@ -91,6 +91,7 @@ def test_wrong_inputs_are_named() -> None:
     assert launch.run(LAYERNORM, [x[:0], w, w])[0].shape == (0, 8)
 
 
+@pytest.mark.alone
 def test_bench_rows_are_whole() -> None:
     rows = list(bench([LAYERNORM], ["fp16"]))
     assert len(rows) == len(LAYERNORM.bench_dims)
