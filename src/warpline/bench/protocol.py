@@ -2,7 +2,7 @@
 
 Machines drift: clocks, neighbours, temperature. Methods that take turns share the drift, so that their ratios hold;
 absolute times are only comparable within one run. A short call is made twice in its turn and timed the second time:
-the first finds the CPU's caches full of its neighbour's code and data, which no program that generates does.
+the first finds the CPU's caches full of another method's code and data, which a program with one method never does.
 """
 
 from __future__ import annotations
