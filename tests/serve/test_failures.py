@@ -178,6 +178,17 @@ def test_shutting_down_waits_no_longer_than_it_may() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_reader_of_a_whole_answer_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is over for us, and lies in memory."""
+    monkeypatch.setattr(state_module, "SLOW_READER", 0.2)
+    body = json.dumps({"prompt": "a " * 500_000, "return_token_strs": True}).encode()
+    asked = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    with serving(Standin()) as live, live.socket() as connection:
+        connection.sendall(asked)
+        wait_for(lambda: live.state.metrics.answers.get(("/tokenize", 200)))
+        wait_for(lambda: not live.server.server_state.connections)
+
+
 def test_a_reader_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sequences come to their end all the same, and its connection is cut."""
     monkeypatch.setattr(state_module, "SLOW_READER", 0.4)

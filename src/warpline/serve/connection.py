@@ -7,6 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from warpline.serve import state
 from warpline.serve.errors import ApiError
 
 #: Seconds in which the head of a request must have come, and bytes that it may have.
@@ -22,6 +23,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **named)
         self._head_bytes, self._in_head = 0, True
         self._deadline: asyncio.TimerHandle | None = None
+        self._patience: asyncio.TimerHandle | None = None  # with a reader
+        self._answered = 0  # requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody is there."""
@@ -34,6 +37,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
         self._no_deadline()
+        if self._patience is not None:
+            self._patience.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -66,6 +71,23 @@ class Connection(HttpToolsProtocol):
         """All of it has come."""
         self._in_head = True
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """All of an answer has been handed over to be sent; whether anybody reads it is another matter."""
+        super().on_response_complete()
+        self._answered += 1
+        if self._patience is None:
+            self._look_at_reader(None)
+
+    def _look_at_reader(self, before: tuple[int, int] | None) -> None:
+        """End the connection if nothing has happened since the last look and something is left to be read. Closing it
+        would wait for the reader."""
+        self._patience, left = None, self.transport.get_write_buffer_size()
+        now = self._answered, left
+        if left and now == before and not self._answering:
+            self.transport.abort()
+        elif left:
+            self._patience = self.loop.call_later(state.SLOW_READER, self._look_at_reader, now)
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP."""
