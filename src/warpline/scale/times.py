@@ -82,6 +82,8 @@ def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -
     passes = [tokens for tokens in passes if -(-tokens // min(128, context - 2)) <= slots]
     decoded: dict[tuple[int, int], list[float]] = {}
     prompted: dict[int, list[float]] = {}
+    for tokens in passes:  # what the first of a size takes longer is none of a server's that has been running
+        _prompted(llm, -(-tokens // min(tokens, context - 2, 128)), min(tokens, context - 2, 128))
     for _ in range(ROUNDS):
         for tokens in passes:
             count = -(-tokens // min(tokens, context - 2, 128))
