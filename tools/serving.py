@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.scale import here
+from tools.scale import here, wait_until_healthy
 from warpline import LLM, SamplingParams, hardware
 from warpline.bench.rows import append, provenance
 from warpline.bench.serving.figures import percentile
@@ -63,6 +63,7 @@ async def leave_often(port: int, count: int) -> None:
 def aborts() -> Row:
     """Resident memory of a server before and behind many aborts, when nothing is under way."""
     with Server(("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu"), patience=60) as server:
+        wait_until_healthy(server)
         memory = []
         for count in (BEFORE, ABORTS, ABORTS):
             began = time.perf_counter()
