@@ -29,7 +29,7 @@ from warpline.bench.rows import append, provenance
 from warpline.bench.serving.client import Target
 from warpline.bench.serving.figures import percentile
 from warpline.bench.serving.load import Load
-from warpline.bench.serving.process import Server
+from warpline.bench.serving.process import Server, resident_mb
 from warpline.bench.serving.run import Asking, measured
 from warpline.config import SWITCH_SECONDS
 from warpline.scale.batch import generate
@@ -322,9 +322,8 @@ def many(rounds: int) -> list[Row]:
 
 def resident(process: subprocess.Popen[bytes]) -> Iterator[float]:
     """Megabytes of a process, every second until it ends."""
-    pages = Path(f"/proc/{process.pid}/statm")
     while process.poll() is None:
-        yield int(pages.read_text().split()[1]) * 4096 / 1e6
+        yield resident_mb(process.pid)
         time.sleep(1)
 
 

@@ -82,12 +82,18 @@ def test_a_stream_gets_its_first_token_alone_and_then_growing_chunks() -> None:
     assert taken == [0, FIRST_STREAM_STEPS, STREAM_STEPS, STREAM_STEPS, STREAM_STEPS]
 
 
-def test_others_wait_a_moment_for_the_first_token_of_a_stream() -> None:
-    planner = scheduler()
+def joined_by_a_stream(*, overlaps: bool) -> tuple[Scheduler, Sequence, Sequence]:
+    """One that runs, and one that is followed and has just come."""
+    planner = scheduler(overlaps=overlaps)
     old, new = sequence(5, 200), sequence(5, 200, followed=True)
     planner.add([old])
     played(planner, wasteful=True)
     planner.add([new])
+    return planner, old, new
+
+
+def test_others_wait_a_moment_for_the_first_token_of_a_stream() -> None:
+    planner, old, new = joined_by_a_stream(overlaps=False)
     turn = played(planner)
     assert turn is not None
     assert (turn.steps, turn.reported) == (0, [new])
@@ -97,11 +103,7 @@ def test_others_wait_a_moment_for_the_first_token_of_a_stream() -> None:
 
 
 def test_where_host_and_device_overlap_nobody_waits_for_a_first_token() -> None:
-    planner = scheduler(overlaps=True)
-    old, new = sequence(5, 200), sequence(5, 200, followed=True)
-    planner.add([old])
-    played(planner, wasteful=True)
-    planner.add([new])
+    planner, old, new = joined_by_a_stream(overlaps=True)
     turn = played(planner)
     assert turn is not None
     assert (turn.running, turn.steps) == ([old, new], FIRST_STREAM_STEPS)

@@ -42,6 +42,16 @@ def test_a_newcomer_ends_the_launch_behind_its_step() -> None:
     assert soon.sent + (soon.ttft or 0) == pytest.approx(0.26 + 0.1)
 
 
+def test_a_first_token_is_told_before_the_steps_of_its_turn() -> None:
+    """Where host and device overlap."""
+    from dataclasses import replace
+
+    load = [Asked(0.0, 100, 200), Asked(0.253, 100, 2)]
+    one = simulate(replace(TIMES, overlaps=True), load).answers[1]
+    assert one.first == pytest.approx(0.30 + 0.1)
+    assert one.ended == pytest.approx(0.30 + 0.1 + 0.04)
+
+
 def test_twice_the_replicas_twice_the_throughput() -> None:
     load = [Asked(0.0, 10, 64)] * 64
     one, two = simulate(TIMES, load, concurrency=4), simulate(TIMES, load, replicas=2, concurrency=8)

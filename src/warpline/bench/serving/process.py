@@ -26,6 +26,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def resident_mb(process: int) -> float:
+    """Memory that a process has now."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 def _end_with_parent() -> None:
     """Ask Linux for a SIGTERM when the process that started this one ends, however it ends."""
     prctl_set_parent_death_signal = 1
@@ -69,7 +74,7 @@ class Server:
 
     def resident_mb(self) -> float:
         """Memory that it has now."""
-        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return resident_mb(self._process.pid)
 
     def cpu_seconds(self) -> float:
         """Time that all of its threads have spent on a CPU."""

@@ -137,7 +137,8 @@ def can_pack(weights: Weights) -> bool:
     needed, free = sum(matrix.nbytes for matrix in matrices), hardware.free_bytes("cpu")
     fits = free is None or needed <= PACKED_SHARE * free
     if not fits:
-        logger.info(
-            "prompts run on the weights as they are: packed for oneDNN they would take %d MB more", needed // 10**6
+        logger.warning(
+            "prompts will be slower: packed weights would take %d MB, more than a quarter of the free memory",
+            needed // 10**6,
         )
     return fits
