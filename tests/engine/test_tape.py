@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.executors.persistent.tape import record
 from warpline.engine.slots import Slots
-from warpline.kernels.persistent import PAUSES, STAGES, UNIT, Arguments, Extents, Plan, plan
+from warpline.kernels.persistent import CODE_UNIT, PAUSES, STAGES, UNIT, Arguments, Extents, Plan, plan
+from warpline.model.screen import Screen
 from warpline.model.weights import load
 
 NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"}
@@ -28,25 +30,32 @@ def lanes(tile: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor:
-    """A stage's matrix as the kernel meets it: block by block, unit by unit, step by step, warp by warp."""
+    """A layer's matrix as the kernel meets it: block by block, unit by unit, step by step, warp by warp."""
     e, size = made.extents, made.extents.tile_inputs
     matrix = torch.zeros(e.units(stage) * UNIT, made.steps_of(stage) * made.warps * size)
     for block in range(e.blocks):
         step = made.tape[block] + layer * made.layer_steps(block)
-        for before in STAGES[: STAGES.index(stage)]:
-            step += 0 if stage == "head" else made.block_steps(before, block)
+        step += sum(made.block_steps(before, block) for before in STAGES[: STAGES.index(stage)])
         for unit in range(made.units[stage][block]):
             row = (made.first[stage][block] + unit) * UNIT
             for i in range(made.steps_of(stage)):
-                if stage == "head":
-                    at = tape[step + unit // made.warps * made.steps_of(stage) + i, unit % made.warps]
-                    matrix[row : row + UNIT, i * size : (i + 1) * size] = lanes(at, size)
-                    continue
                 for warp in range(made.warps):
                     column = (warp * made.steps_of(stage) + i) * size  # a warp's columns are neighbours
                     at = tape[step + unit * made.steps_of(stage) + i, warp]
                     matrix[row : row + UNIT, column : column + size] = lanes(at, size)
     return matrix
+
+
+def head_tiles(made: Plan, tape: torch.Tensor, *, codes: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Of every unit of the LM head or of its codes: its first output, the number of a tile, and the tile."""
+    e = made.extents
+    size, each, count = (CODE_UNIT, 1, e.code_tiles) if codes else (UNIT, 2, e.tiles("head"))
+    for block in range(e.blocks):
+        begin = made.tape[block] + e.layers * made.layer_steps(block) + (made.head_steps(block) if codes else 0)
+        for unit in range(each * made.units["head"][block]):
+            for i in range(count):
+                at = tape[begin + unit // made.warps * count + i, unit % made.warps]
+                yield made.first["head"][block] * CODE_UNIT + unit * size, i, at
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 40])
@@ -56,14 +65,47 @@ def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> N
     extents = Extents(dtype, 48, 192, 3, 3, 203, 1, blocks, "sm_90")
     made = plan(extents)
     tapes = record(weights, made)
-    for stage in STAGES:
-        for layer in range(3 if stage != "head" else 1):
-            name = "wte.weight" if stage == "head" else f"h.{layer}.{NAMES[stage]}.weight"
-            expected = weights.tensors[name].float()
-            found = read(tapes.tape.float(), made, stage, layer if stage != "head" else 3)
+    tape = tapes.tape.view(weights.tensors["wte.weight"].dtype).float()
+    for stage in STAGES[:-1]:
+        for layer in range(3):
+            expected = weights.tensors[f"h.{layer}.{NAMES[stage]}.weight"].float()
+            found = read(tape, made, stage, layer)
             assert torch.equal(found[: len(expected), : expected.shape[1]], expected), (stage, layer)
             assert found.abs().sum() == pytest.approx(float(expected.abs().sum()))
+    head, size = torch.zeros(203 + CODE_UNIT, 64), extents.tile_inputs
+    for output, i, tile in head_tiles(made, tape, codes=False):
+        head[output : output + UNIT, i * size : (i + 1) * size] += lanes(tile, size)
+    assert torch.equal(head[:203, :48], weights.tensors["wte.weight"].float())
+    assert not head[203:].any()
+    assert not head[:, 48:].any()
     assert tapes.vectors.numel() == 3 * 4 * 48 + 2 * 48
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 40])
+def test_codes_and_their_bounds_are_where_the_kernel_reads_them(blocks: int) -> None:
+    weights = load("random:n_layer=1,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype="fp16")
+    made = plan(Extents("fp16", 48, 192, 3, 1, 203, 1, blocks, "sm_90"))
+    expected = Screen.of(weights.tensors["wte.weight"])
+    codes, known = torch.zeros(224, 64, dtype=torch.int8), torch.zeros(224, 2, dtype=torch.int32)
+    for output, i, tile in head_tiles(made, record(weights, made).tape, codes=True):
+        lane = tile.view(8, 4, 16)  # g, t: bytes of outputs g and g + 8
+        for half in range(2):
+            rows = slice(output + half * 8, output + half * 8 + 8)
+            if i == made.extents.code_tiles - 1:
+                numbers = lane.contiguous().view(torch.int32)
+                assert (numbers == numbers[:, :1]).all()  # the same for the four lanes of an output
+                known[rows] = numbers[:, 0, half::2]
+            else:
+                four = lane.view(8, 4, 2, 2, 4)[:, :, :, half]  # of eight neighbours the first four and the others
+                codes[rows, i * 32 : i * 32 + 32] = four.reshape(8, 32).view(torch.int8)
+    assert torch.equal(codes[:203, :48], expected.codes)
+    assert not codes[203:].any()
+    assert not codes[:, 48:].any()
+    assert torch.equal(known[:203, 0].view(torch.float32), expected.scale)
+    for number, bits in ((expected.error, known[:203, 1] << 16), (expected.norm, known[:203, 1] & -65536)):
+        found = bits.contiguous().view(torch.float32)
+        assert (found >= number).all()
+        assert (found <= 1.008 * number).all()
 
 
 @given(
@@ -82,7 +124,9 @@ def test_plans_are_whole_and_even(heads: int, depth: int, blocks: int, layers: i
     loads = [made.layer_steps(block) for block in range(blocks)]
     coarsest = max(made.steps_of(stage) for stage in STAGES[:-1])
     assert max(loads) - min(loads) <= 2 * coarsest
-    assert made.tape == [sum(made.steps[:block]) for block in range(blocks)]
+    lengths = [sum(row[1:4]) for row in made.rows()]
+    assert made.tape == [sum(lengths[:block]) for block in range(blocks)]
+    assert made.steps == sum(lengths)
     if blocks <= sum(extents.units(stage) for stage in STAGES[:-1]):
         assert min(loads) > 0
 
@@ -134,7 +178,7 @@ def test_a_launch_is_given_everything_that_the_kernel_takes() -> None:
     executor = object.__new__(PersistentExecutor)  # without a GPU
     extents = Extents("fp32", 64, 256, 2, 1, 99, rows=1, blocks=3, arch="sm_90")
     executor.config, executor._tapes = weights.config, record(weights, plan(extents))
-    executor._wte, executor._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
+    executor._matrices = dict.fromkeys(("wte", "wpe", "head"), weights.tensors["wte.weight"])
     slots = Slots(weights.config, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
     given = {*executor._tensors(slots), *executor._numbers(slots)}
     with_every_launch = {"lanes", "words", "count", "tag", "logits", "patience", "stamps"}

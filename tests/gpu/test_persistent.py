@@ -141,6 +141,8 @@ def test_turing_path(dtype: str) -> None:
     "params",
     [
         Params(temperature=0.8, ignore_eos=True),
+        Params(temperature=0.8, top_p=1, ignore_eos=True),
+        Params(temperature=1, top_p=1, min_tokens=10),
         Params(temperature=1.3, ignore_eos=True, min_tokens=10),
         Params(temperature=0.9, top_p=0.95),
         Params(temperature=0.2, top_k=5),
@@ -158,6 +160,42 @@ def test_sampling_draws_what_torch_draws(params: Params) -> None:
     """The same noise, so the same tokens in fp32."""
     weights = load(SMALL, device="cuda")
     assert agree(weights, requests(weights, [8, 20], 40, params))
+
+
+@pytest.mark.parametrize("arch", [None, "sm_80", "compute_75"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_screened_head_finds_what_all_logits_say(dtype: str, arch: str | None) -> None:
+    """Heads of which codes say little: rows that are alike, huge, tiny, or hardly to be told apart. Whoever asks for
+    logarithms gets a program that computes all logits."""
+    if arch == "compute_75" and dtype == "bf16":
+        pytest.skip("Turing has no bf16")
+    model = "random:n_layer=2,n_head=3,n_embd=144,n_positions=128,vocab_size=3001"
+    for seed in range(3):
+        weights = load(model, dtype=dtype, device="cuda")
+        head = weights.tensors["wte.weight"]
+        head[40:60] = head[39]  # of equals the first
+        head[100:600] = head[99] * (1 + 2**-9 * torch.randn(500, 1, device=GPU, dtype=head.dtype))
+        head[700 + seed] *= 30
+        head[800:900] = torch.finfo(head.dtype).smallest_normal / 4
+        head[900:1000] = 0
+        executor = PersistentExecutor(weights, GPU, dtype, arch=arch)
+        for lengths in ([12], [5, 9, 30], [3 + i for i in range(executor.extents.most_rows)]):
+            greedy, logged = (replace(GREEDY, logprobs=n) for n in (None, 1))
+            asked = [requests(weights, lengths, 60, params, seed) for params in (greedy, logged)]
+            assert run(executor, asked[0]) == run(executor, asked[1])
+
+
+def test_a_head_that_is_no_number_is_noticed() -> None:
+    weights = load(SMALL, dtype="fp16", device="cuda")
+    weights.tensors["wte.weight"][5, 3] = float("nan")
+    executor = PersistentExecutor(weights, GPU, "fp16")
+    slots = executor.allocate(1, 64)
+    lanes = slots.admit(requests(weights, [9], 20))
+    weights.tensors["wte.weight"][5, 3] = 0  # the prompt has its own way
+    executor.prefill(slots, [Span(lanes[0], 0, 9, (lanes[0],))])
+    weights.tensors["wte.weight"][5, 3] = float("nan")
+    executor.decode(slots, lanes, 3)
+    assert (slots.report(lanes, 8).wait().flags & BROKEN).all()
 
 
 @pytest.mark.parametrize(

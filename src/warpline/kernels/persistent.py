@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Outputs that one unit of a product has; the device code is checked to have as many.
 UNIT = 8
+#: Outputs of a unit of the LM head's codes of one byte (cuda/screen.cuh), and inputs of a tile of them.
+CODE_UNIT, CODE_INPUTS = 16, 32
 #: Bytes of a tile: 16 for each lane.
 TILE_BYTES = 16 * THREADS_PER_WARP
 #: The products of a layer, in the order of the tape, and the LM head.
@@ -54,6 +56,7 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("plans", "const warpline::BlockPlan*"),
     ("vectors", "const T*"),
     ("lines", "const float*"),
+    ("head", "const T*"),
     ("wte", "const T*"),
     ("wpe", "const T*"),
     ("k", "T*"),
@@ -151,6 +154,11 @@ class Extents:
         return 64 // DTYPE_BYTES[self.dtype]
 
     @property
+    def screened(self) -> bool:
+        """Whether only logits are computed that can be the largest: where nothing else is asked of the others."""
+        return not (self.logits or self.filters)
+
+    @property
     def inputs(self) -> dict[str, int]:
         """Inputs of each stage's product."""
         return {"qkv": self.width, "out": self.width, "fc": self.width, "proj": self.inner, "head": self.width}
@@ -161,12 +169,17 @@ class Extents:
         return {"qkv": 3 * self.width, "out": self.width, "fc": self.inner, "proj": self.width, "head": self.vocab}
 
     def units(self, stage: str) -> int:
-        """Units that a stage has."""
-        return -(-self.outputs[stage] // UNIT)
+        """Units that a stage has; blocks share the LM head in units of its codes."""
+        return -(-self.outputs[stage] // (CODE_UNIT if stage == "head" else UNIT))
 
     def tiles(self, stage: str) -> int:
         """Tiles that a unit of the stage has."""
         return -(-self.inputs[stage] // self.tile_inputs)
+
+    @property
+    def code_tiles(self) -> int:
+        """Tiles of a unit of codes; the last has what is known of its outputs."""
+        return -(-self.width // CODE_INPUTS) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +191,22 @@ class Plan:
     first: dict[str, list[int]]
     units: dict[str, list[int]]
     tape: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
 
     def steps_of(self, stage: str) -> int:
-        """Steps of a unit; of the LM head's, whose units go whole to a warp, those of a unit for every warp."""
-        tiles = self.extents.tiles(stage)
-        return tiles if stage == "head" else -(-tiles // self.warps)
+        """Steps of a unit of a layer."""
+        return -(-self.extents.tiles(stage) // self.warps)
 
     def block_steps(self, stage: str, block: int) -> int:
-        """Steps of a block's part of a stage."""
-        units = self.units[stage][block]
-        return self.steps_of(stage) * (-(-units // self.warps) if stage == "head" else units)
+        """Steps of a block's part of a layer's stage."""
+        return self.steps_of(stage) * self.units[stage][block]
+
+    def head_steps(self, block: int) -> int:
+        """Steps of a block's part of the LM head, whose units go whole to a warp."""
+        return -(-self.units["head"][block] * (CODE_UNIT // UNIT) // self.warps) * self.extents.tiles("head")
+
+    def code_steps(self, block: int) -> int:
+        """Steps of its codes."""
+        return -(-self.units["head"][block] // self.warps) * self.extents.code_tiles
 
     def layer_steps(self, block: int) -> int:
         """Steps of one layer of a block's tape."""
@@ -205,9 +223,21 @@ class Plan:
     def rows(self) -> list[list[int]]:
         """As `BlockPlan` of persistent/layout.cuh has it."""
         return [
-            [self.tape[b], self.steps[b], *(self.first[s][b] for s in STAGES), *(self.units[s][b] for s in STAGES)]
+            [
+                self.tape[b],
+                self.extents.layers * self.layer_steps(b),
+                self.head_steps(b),
+                self.code_steps(b),
+                *(self.first[s][b] for s in STAGES),
+                *(self.units[s][b] for s in STAGES),
+            ]
             for b in range(self.extents.blocks)
         ]
+
+    @property
+    def steps(self) -> int:
+        """Of all blocks' tapes."""
+        return self.tape[-1] + sum(self.rows()[-1][1:4])
 
 
 def best_warps(extents: Extents) -> int:
@@ -253,8 +283,7 @@ def plan(extents: Extents) -> Plan:
         made.first[stage] = [sum(counts[stage][:b]) for b in range(blocks)]
     for b in range(blocks):
         made.tape.append(start)
-        made.steps.append(extents.layers * made.layer_steps(b) + made.block_steps("head", b))
-        start += made.steps[-1]
+        start += extents.layers * made.layer_steps(b) + made.head_steps(b) + made.code_steps(b)
     return made
 
 
@@ -314,13 +343,14 @@ class DecodeProgram:
                 *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
                 *(
                     f"    static constexpr bool {name.upper()} = {str(getattr(e, name)).lower()};"
-                    for name in ("logits", "filters", "observed")
+                    for name in ("logits", "filters", "observed", "screened")
                 ),
                 "    struct Arguments {",
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
                 "    };",
                 "};",
                 f"static_assert(warpline::TILE_OUTPUTS == {UNIT});",
+                f"static_assert(warpline::CODE_OUTPUTS == {CODE_UNIT} && warpline::CODE_INPUTS == {CODE_INPUTS});",
                 f"static_assert(warpline::TileSums<Model::T, {e.rows}>::INPUTS == {e.tile_inputs});",
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',

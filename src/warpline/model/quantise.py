@@ -71,10 +71,13 @@ def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor |
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The codes (int8) and the scale of each row (float32); the largest of a row is exact."""
-    codes, scale = torch.empty(matrix.shape, dtype=torch.int8), torch.empty(len(matrix))
+    codes = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+    scale = torch.empty(len(matrix), device=matrix.device)
     for first in range(0, len(matrix), _ROWS):
         some = slice(first, first + _ROWS)
-        values = torch.empty(matrix[some].shape).copy_(matrix[some])  # row by row, however the file has it
+        values = torch.empty(matrix[some].shape, device=matrix.device).copy_(
+            matrix[some]
+        )  # row by row, however the file has it
         scale[some] = values.abs().amax(dim=1) / _LARGEST
         values /= scale[some].clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         codes[some] = values.round_().clamp_(-_LARGEST, _LARGEST)

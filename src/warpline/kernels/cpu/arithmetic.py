@@ -113,6 +113,19 @@ def _put(y: np.ndarray, row: int, output: int, value: Number, adds: bool) -> Non
 
 
 @njit(**INNER, fastmath=True)
+def dots(row: np.ndarray, x: np.ndarray, first: int, count: int) -> tuple[Number, Number, Number, Number]:
+    """The products of a row with four rows of x at once, from `first` on."""
+    x0, x1, x2, x3 = x[first], x[first + 1], x[first + 2], x[first + 3]
+    s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for i in range(count):
+        s0 += row[i] * x0[i]
+        s1 += row[i] * x1[i]
+        s2 += row[i] * x2[i]
+        s3 += row[i] * x3[i]
+    return s0, s1, s2, s3
+
+
+@njit(**INNER, fastmath=True)
 def multiply(
     matrix: np.ndarray, scales: np.ndarray, bias: np.ndarray, x: np.ndarray, y: np.ndarray, first: int, last: int,
     adds: bool, row: np.ndarray,
@@ -132,16 +145,28 @@ def multiply(
         for i in range(inputs):
             row[i] = load(here[i])
         for r in range(0, fours, 4):
-            x0, x1, x2, x3 = x[r], x[r + 1], x[r + 2], x[r + 3]
-            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for i in range(inputs):
-                s0 += row[i] * x0[i]
-                s1 += row[i] * x1[i]
-                s2 += row[i] * x2[i]
-                s3 += row[i] * x3[i]
+            s0, s1, s2, s3 = dots(row, x, r, inputs)
             _put(y, r, output, s0 * scale + base, adds)
             _put(y, r + 1, output, s1 * scale + base, adds)
             _put(y, r + 2, output, s2 * scale + base, adds)
             _put(y, r + 3, output, s3 * scale + base, adds)
         for r in range(fours, rows):
             _put(y, r, output, dot(row, x[r], inputs) * scale + base, adds)
+
+
+@njit(**INNER)
+def product_of(matrix: np.ndarray, x: np.ndarray, r: int, output: int, row: np.ndarray) -> Number:
+    """What `multiply` makes of one output for row r of x, to the bit."""
+    rows, inputs = x.shape
+    here = matrix[output * inputs : output * inputs + inputs]
+    if rows == 1:
+        return dot(here, x[0], inputs)
+    for i in range(inputs):
+        row[i] = load(here[i])
+    if r >= rows - rows % 4:
+        return dot(row, x[r], inputs)
+    s0, s1, s2, s3 = dots(row, x, r - r % 4, inputs)
+    which = r % 4
+    if which < 2:
+        return s0 if which == 0 else s1
+    return s2 if which == 2 else s3

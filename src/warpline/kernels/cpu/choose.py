@@ -16,12 +16,12 @@ from warpline.kernels.cpu.arithmetic import exp, log
 from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float
 
 #: Sums in any order, but infinities and what is no number keep their meaning.
-_FINITE_OR_NOT = {"nsz", "arcp", "contract", "afn", "reassoc"}
+FINITE_OR_NOT = {"nsz", "arcp", "contract", "afn", "reassoc"}
 _LOWEST = np.float32(-np.inf)
 
 
 @njit(**INNER)
-def _gumbel(key: int, token: int) -> Number:
+def gumbel(key: int, token: int) -> Number:
     """The noise of kernels/noise.py."""
     # Compiled code computes in 64 bits unless it is told to forget the upper half.
     bits = np.uint32(np.uint32(key) + np.uint32(token))
@@ -35,7 +35,7 @@ def _gumbel(key: int, token: int) -> Number:
     return -log(exponential)
 
 
-@njit(**INNER, fastmath=_FINITE_OR_NOT)
+@njit(**INNER, fastmath=FINITE_OR_NOT)
 def _largest(scores: np.ndarray) -> int:
     """Where it is, and of equals the first."""
     top = scores[0]
@@ -74,7 +74,7 @@ def _above(scores: np.ndarray, bar: Number) -> Number:
     return count
 
 
-@njit(**INNER, fastmath=_FINITE_OR_NOT)
+@njit(**INNER, fastmath=FINITE_OR_NOT)
 def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     total = np.float32(0)
     for i in range(len(scores)):
@@ -115,8 +115,9 @@ def choose(
     top_p: Number,
     min_p: Number,
     key: int,
+    has_noise: bool,
 ) -> int:
-    """The token. `scores` are the logits, which are changed; `noisy` is as long."""
+    """The token. `scores` are the logits, which are changed; `noisy` is as long and may have the noise already."""
     if banned >= 0:
         scores[banned] = _LOWEST
     if temperature <= 0:
@@ -132,7 +133,7 @@ def choose(
     if min_p > 0:
         bar = max(bar, _below(np.float32(largest + np.float32(math.log(min_p)))))
     for i in range(len(scores)):
-        noisy[i] = scores[i] + _gumbel(key, i)
+        noisy[i] = scores[i] + (noisy[i] if has_noise else gumbel(key, i))
     while True:
         for i in range(len(scores)):
             if not scores[i] > bar:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.arithmetic import ACTIVATIONS, dot, exp, multiply, normalise
+from warpline.kernels.cpu.arithmetic import ACTIVATIONS, dot, exp, multiply, normalise, product_of
 from warpline.kernels.cpu.choose import choose, penalise
 from warpline.kernels.cpu.intrinsics import (
     INNER,
@@ -29,6 +29,7 @@ from warpline.kernels.cpu.intrinsics import (
     store,
     wake,
 )  # fmt: skip
+from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
 #: Times that a thread looks before it sleeps: some 30 µs.
@@ -109,6 +110,15 @@ def whole(address: int, i: int) -> int:
 
 
 @njit(**INNER)
+def banned_and_key(at: np.ndarray, slot: int) -> tuple[int, int]:
+    """The token that must not come next, or -1, and the key of the next token's noise."""
+    slots, capacity, place = at[Word.SLOTS.value], at[Word.CAPACITY.value], whole(at[Word.LENGTH.value], slot)
+    stops = array(at[Word.STOPS_AT_EOS.value], _FLAG, slots)[slot] != 0
+    banned = at[Word.EOS.value] if stops and place < whole(at[Word.MIN_LENGTH.value], slot) else -1
+    return banned, matrix(at[Word.NOISE.value], np.int32, slots, capacity)[slot, min(place, capacity - 1)]
+
+
+@njit(**INNER)
 def append(at: np.ndarray, row: int, step: int) -> None:
     """The end of a row's step, as `Slots` describes it."""
     vocab, rows, capacity = at[Word.VOCAB.value], at[Word.ROWS.value], at[Word.CAPACITY.value]
@@ -125,8 +135,7 @@ def append(at: np.ndarray, row: int, step: int) -> None:
         finite &= np.isfinite(logits[i])
     if not finite:
         array(at[Word.BROKEN.value], _FLAG, slots)[slot] = 1
-    banned = eos if stops and place < whole(at[Word.MIN_LENGTH.value], slot) else -1
-    key = matrix(at[Word.NOISE.value], np.int32, slots, capacity)[slot, min(place, capacity - 1)]
+    banned, key = banned_and_key(at, slot)
     temperature, top_k, penalty = (
         number(at[Word.TEMPERATURE.value], slot),
         whole(at[Word.TOP_K.value], slot),
@@ -139,7 +148,7 @@ def append(at: np.ndarray, row: int, step: int) -> None:
     if biased:
         for i in range(vocab):
             logits[i] += bias[i]
-    chosen = choose(logits, noisy, banned, temperature, top_k, top_p, min_p, key)
+    chosen = choose(logits, noisy, banned, temperature, top_k, top_p, min_p, key, at[Word.SCREENS.value] != 0)
     if place >= whole(at[Word.KNOWN.value], slot):
         tokens[place] = chosen
     array(at[Word.LENGTH.value], _WHOLE, slots)[slot] = place + 1
@@ -181,16 +190,56 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
     def product(at: np.ndarray, stage: np.ndarray, piece: int, x: np.ndarray, row: np.ndarray) -> None:
         outputs, form = stage[Stage.OUTPUTS.value], stage[Stage.FORM.value]
         first, last = outputs * piece // stage[Stage.PIECES.value], outputs * (piece + 1) // stage[Stage.PIECES.value]
-        weights = array(stage[Stage.MATRIX.value], stored, outputs * stage[Stage.INPUTS.value])
         scales = array(stage[Stage.SCALES.value], _SINGLE, outputs if stage[Stage.SCALES.value] != 0 else 0)
         bias = array(stage[Stage.BIAS.value], _SINGLE, outputs if stage[Stage.BIAS.value] != 0 else 0)
         y = matrix(stage[Stage.TARGET.value], _SINGLE, at[Word.ROWS.value], outputs)
+        if at[Word.SCREENS.value] != 0 and stage[Stage.CODES.value] != 0:
+            codes = array(stage[Stage.CODES.value], np.int8, outputs * stage[Stage.INPUTS.value])
+            multiply(
+                codes, array(stage[Stage.CODE_SCALES.value], _SINGLE, outputs), bias, x, y, first, last, False, row
+            )
+            return
+        weights = array(stage[Stage.MATRIX.value], stored, outputs * stage[Stage.INPUTS.value])
         multiply(weights, scales, bias, x, y, first, last, form == Form.ADDED.value, row)
         if form == Form.ACTIVATED.value:
             for r in range(len(y)):
                 here = y[r]
                 for i in range(first, last):
                     here[i] = activated(here[i])
+
+    @njit(**INNER)
+    def rescore(at: np.ndarray, stage: np.ndarray, r: int, private: int) -> None:
+        """Of the logits of a row, which codes have made, those anew that can be the largest."""
+        rows, width, vocab = at[Word.ROWS.value], at[Word.WIDTH.value], at[Word.VOCAB.value]
+        normal, row = matrix(private, _SINGLE, rows, width), array(private + 4 * rows * width, _SINGLE, width)
+        x = matrix(at[Word.X.value], _SINGLE, rows, width)
+        weight, bias = (
+            array(stage[Stage.NORM.value], _SINGLE, width),
+            array(stage[Stage.NORM_BIAS.value], _SINGLE, width),
+        )
+        for near in range(r - r % 4, min(rows, r - r % 4 + 4)):
+            normalise(x[near], weight, bias, number(at[Word.SETTINGS.value], 0), normal[near])
+        slot = whole(at[Word.SEQUENCES.value], r)
+        banned, key = banned_and_key(at, slot)
+        logits = matrix(at[Word.LOGITS.value], _SINGLE, rows, vocab)[r]
+        marks = matrix(at[Word.MARKS.value], _FLAG, rows, vocab)[r]
+        if banned >= 0:
+            logits[banned] = np.float32(-np.inf)  # which excludes nothing else
+        errors, norms = (
+            array(stage[Stage.ERRORS.value], _SINGLE, vocab),
+            array(stage[Stage.NORMS.value], _SINGLE, vocab),
+        )
+        length, temperature = length_of(normal[r]), number(at[Word.TEMPERATURE.value], slot)
+        if temperature > 0:
+            noisy = matrix(at[Word.NOISY.value], _SINGLE, rows, vocab)[r]
+            mark_drawn(logits, errors, norms, length, width, marks, temperature, key, noisy)
+        else:
+            mark_possible(logits, errors, norms, length, width, marks)
+        weights = array(stage[Stage.MATRIX.value], stored, vocab * width)
+        for i in range(vocab):
+            if marks[i] != 0:
+                logits[i] = product_of(weights, normal, r, i, row)
+                marks[i] = 0
 
     @njit(**INNER)
     def attention(at: np.ndarray, stage: np.ndarray, piece: int, scores: np.ndarray) -> None:
@@ -269,6 +318,8 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
                 piece = taken(at, base + rows)
                 while piece >= 0:
                     if done[whole(at[Word.SEQUENCES.value], piece - base)] == 0:
+                        if at[Word.SCREENS.value] != 0:
+                            rescore(at, stages[at[Word.LAST.value] - 1], piece - base, private)
                         append(at, piece - base, step)
                     if piece == base and seen(at[Word.HALT.value]) != 0:  # asked by one thread, so that all agree
                         array(at[Word.STOP.value], _WHOLE, 1)[0] = step + 1

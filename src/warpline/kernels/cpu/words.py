@@ -18,6 +18,7 @@ class Word(_Places):
     """What a call is told: numbers, then addresses."""
 
     STEPS = auto()
+    SCREENS = auto()  # whether only logits are computed that can be the largest
     CHOOSES = auto()  # whether a step ends with a token for every row, or with what its last stage leaves
     BEGIN = auto()  # a `Begin`
     FIRST = auto()  # stage of a step
@@ -104,6 +105,11 @@ class Stage(_Places):
     OUTPUTS = auto()
     NORM = auto()  # or 0: LayerNorm before the product
     NORM_BIAS = auto()
+    # of the LM head, or 0: codes of its matrix and their bounds (model/screen.py)
+    CODES = auto()
+    CODE_SCALES = auto()
+    ERRORS = auto()
+    NORMS = auto()
     # of attention
     KEYS = auto()
     VALUES = auto()

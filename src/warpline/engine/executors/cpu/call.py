@@ -17,6 +17,7 @@ from warpline.config import ModelConfig
 from warpline.engine.slots import Slots
 from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
 from warpline.model.quantise import SCALE
+from warpline.model.screen import Screen
 
 #: Pieces into which each thread's share of a product is cut: more are fairer, fewer are cheaper.
 PIECES = 6
@@ -28,7 +29,15 @@ class Call:
     """One for each `Slots`, of which it knows the tensors alone: it ends when they do."""
 
     def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], head: str, slots: Slots, *, rows: int, threads: int
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        head: str,
+        slots: Slots,
+        *,
+        screen: Screen | None,
+        rows: int,
+        threads: int,
     ):
         width, vocab, layers, lanes = config.n_embd, config.vocab_size, range(config.n_layer), slots.count
         self._heads, self._tensors, self._threads = config.n_head, tensors, threads
@@ -50,7 +59,7 @@ class Call:
                 self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, self.x, hidden, norm=f"h.{i}.ln_2"),
                 self._product(f"h.{i}.mlp.c_proj", Form.ADDED, hidden, self.x),
             ]
-        stages.append(self._product(head, Form.STORED, self.x, self.logits, norm="ln_f"))
+        stages.append(self._product(head, Form.STORED, self.x, self.logits, norm="ln_f", **_told_of(screen)))
         self._stages = len(stages)
         self._sequences, self._positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self._shared = np.zeros((len(SHARED), 16), np.int64)  # a word in every other line of the cache
@@ -79,17 +88,18 @@ class Call:
             **{word: getattr(slots, word.name.lower()) for word in RECORD},
             **dict(zip(SHARED, self._shared, strict=True)),
         }
-        self._kept = [*told.values(), qkv, hidden, slots.cache]  # whose addresses are told
+        self._kept = [*told.values(), qkv, hidden, slots.cache, screen]  # whose addresses are told
         self._words = np.array([_word(told.get(word, 0)) for word in Word] + [word for s in stages for word in s])
         table = self._words[len(Word) :].reshape(len(stages), len(Stage))
         self._by_rows = len(Word) + Stage.PIECES + len(Stage) * np.flatnonzero(table[:, Stage.FORM] >= Form.CACHED)
         self._slots: tuple[int, ...] = ()
 
-    def newest(self, lanes: Sequence[int], steps: int, *, chooses: bool) -> int:
-        """Have it told so many steps of these slots; gives the address."""
+    def newest(self, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
+        """Have it told so many steps of these slots; gives the address. `screens`: no row asks for more than its
+        largest logit, with or without noise."""
         self._set_rows(lanes)
         going = len(lanes) - np.count_nonzero(self._done[self._sequences[: len(lanes)]])
-        return self._told(Begin.NEWEST, 0, self._stages, steps, int(going), chooses)
+        return self._told(Begin.NEWEST, 0, self._stages, steps, int(going), chooses, screens)
 
     def given(self, slots: Sequence[int], positions: Sequence[int], *, end: int) -> int:
         """The tokens at these positions of these slots, through all stages before `end`, counted from behind."""
@@ -97,10 +107,10 @@ class Call:
         self._positions[: len(positions)] = positions
         return self._told(Begin.GIVEN, 0, self._stages + end, 1, len(slots), False)
 
-    def ready(self, lanes: Sequence[int], *, first: int, chooses: bool) -> int:
+    def ready(self, lanes: Sequence[int], *, first: int, chooses: bool, screens: bool = False) -> int:
         """What stands in the first rows of the memory between stages, from stage `first` on, counted from behind."""
         self._set_rows(lanes)
-        return self._told(Begin.READY, self._stages + first, self._stages, 1, len(lanes), chooses)
+        return self._told(Begin.READY, self._stages + first, self._stages, 1, len(lanes), chooses, screens)
 
     @property
     def halts(self) -> bool:
@@ -120,16 +130,20 @@ class Call:
             self._sequences[: len(slots)] = slots
             self._slots = slots
 
-    def _told(self, begin: Begin, first: int, last: int, steps: int, going: int, chooses: bool) -> int:
+    def _told(
+        self, begin: Begin, first: int, last: int, steps: int, going: int, chooses: bool, screens: bool = False
+    ) -> int:
         words = self._words
         words[Word.BEGIN], words[Word.FIRST], words[Word.LAST] = begin, first, last
-        words[Word.STEPS], words[Word.CHOOSES] = steps, chooses
+        words[Word.STEPS], words[Word.CHOOSES], words[Word.SCREENS] = steps, chooses, screens
         self._shared[: SHARED.index(Word.HALT)] = 0
         self._shared[SHARED.index(Word.GOING), 0] = going
         self._shared[SHARED.index(Word.STOP), 0] = steps if going else 0
         return int(words.ctypes.data)
 
-    def _product(self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None) -> list[int]:
+    def _product(
+        self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None, **more: Tensor
+    ) -> list[int]:
         t = self._tensors
         matrix = t[f"{name}.weight"]
         outputs, inputs = matrix.shape
@@ -145,7 +159,14 @@ class Call:
             outputs=outputs,
             norm=t[f"{norm}.weight"] if norm else 0,
             norm_bias=t[f"{norm}.bias"] if norm else 0,
+            **more,
         )
+
+
+def _told_of(screen: Screen | None) -> dict[str, Tensor]:
+    if screen is None:
+        return {}
+    return {"codes": screen.codes, "code_scales": screen.scale, "errors": screen.error, "norms": screen.norm}
 
 
 def _stage(**named: Any) -> list[int]:

@@ -22,6 +22,7 @@ from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.kernels.cpu import library
+from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
 #: Tokens of prompts up to which a matrix that would have to be converted is rather multiplied as it is.
@@ -68,7 +69,9 @@ class CpuExecutor(Executor):
     name = "cpu"
     dtypes = tuple(WEIGHT_BYTES)
 
-    def __init__(self, weights: Weights, device: torch.device, dtype: str, *, threads: int | None = None):
+    def __init__(
+        self, weights: Weights, device: torch.device, dtype: str, *, threads: int | None = None, screened: bool = True
+    ):
         if device.type != "cpu":
             raise DeviceError("the cpu executor runs on a CPU: use --device cpu, or another executor here")
         super().__init__(weights, device, dtype)
@@ -84,6 +87,8 @@ class CpuExecutor(Executor):
             name: value.float().contiguous() if value.dim() == 1 or name == "wpe.weight" else value
             for name, value in weights.tensors.items()
         }
+        # Codes of the LM head; int8 weights are codes already.
+        self._screen = Screen.of(weights.tensors[f"{weights.head}.weight"]) if screened and dtype != "int8" else None
         self._calls: weakref.WeakKeyDictionary[Slots, Call] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -123,7 +128,7 @@ class CpuExecutor(Executor):
     def _finish(self, slots: Slots, lanes: Sequence[int], first: int) -> None:
         """The step from stage `first` on, for what stands in the memory between stages."""
         call, chooses = self._call(slots), slots.needs(lanes).logprobs is None
-        self._run(lambda: call.ready(lanes, first=first, chooses=chooses))
+        self._run(lambda: call.ready(lanes, first=first, chooses=chooses, screens=self._screens(slots, lanes)))
         if not chooses:
             advance(slots, lanes, call.logits[: len(lanes)])
 
@@ -155,10 +160,17 @@ class CpuExecutor(Executor):
     def _steps(self, slots: Slots, lanes: Sequence[int], n: int, *, chooses: bool) -> None:
         """`n` steps; one, where torch chooses."""
         call = self._call(slots)
-        self._run(lambda: call.newest(lanes, n, chooses=chooses))
+        screens = chooses and self._screens(slots, lanes)
+        self._run(lambda: call.newest(lanes, n, chooses=chooses, screens=screens))
         if not chooses:
             with torch.inference_mode():
                 advance(slots, lanes, call.logits[: len(lanes)])
+
+    def _screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
+        """Whether of these lanes only logits are needed that can be the largest."""
+        needs = slots.needs(lanes)
+        fewer_bytes = self.dtype == "fp32" or len(lanes) == 1  # several rows in half precision are no faster
+        return self._screen is not None and fewer_bytes and needs.logprobs is None and not needs.filters
 
     def _run(self, told: Callable[[], int]) -> None:
         """Have the team do what it is told, at the address that `told` gives: it meets for one thing at a time."""
@@ -169,7 +181,9 @@ class CpuExecutor(Executor):
     def _call(self, slots: Slots) -> Call:
         if (call := self._calls.get(slots)) is None:
             rows = max(slots.count, FEW)
-            call = Call(self.config, self._tensors, self._head, slots, rows=rows, threads=self.threads)
+            call = Call(
+                self.config, self._tensors, self._head, slots, screen=self._screen, rows=rows, threads=self.threads
+            )
             self._calls[slots] = call
         return call
 

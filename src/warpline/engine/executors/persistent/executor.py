@@ -76,7 +76,8 @@ class PersistentExecutor(Executor):
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self.prompts = prompts or Prompts(weights)
-        self._wte, self._wpe = weights.tensors["wte.weight"], weights.tensors["wpe.weight"]
+        self._matrices = {"wte": weights.tensors["wte.weight"], "wpe": weights.tensors["wpe.weight"]}
+        self._matrices["head"] = weights.tensors[f"{weights.head}.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
         extents = persistent.Extents(
             dtype=dtype,
@@ -228,7 +229,7 @@ class PersistentExecutor(Executor):
     def _tensors(self, slots: Slots) -> dict[str, Tensor]:
         """Memory that a launch reads and writes, and that stays where it is."""
         tapes, cache = self._tapes, slots.cache
-        shared = {"wte": self._wte, "wpe": self._wpe, "fault": slots.fault, "k": cache.k, "v": cache.v}
+        shared = self._matrices | {"fault": slots.fault, "k": cache.k, "v": cache.v}
         shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines")}
         return shared | {name: getattr(slots, name) for name in STATE}
 

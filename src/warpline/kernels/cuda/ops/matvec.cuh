@@ -253,10 +253,12 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
 
 // A candidate for the likeliest token as one number: the larger is the better, and of equal values the earlier output.
 // 0 is worse than any.
+__device__ __forceinline__ unsigned long long with_output(unsigned ordered, int output) {
+    return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<unsigned>(output);
+}
 __device__ __forceinline__ unsigned long long candidate(float value, int output) {
     const unsigned bits = __float_as_uint(value);
-    const unsigned ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<unsigned>(output);
+    return with_output(bits & 0x80000000u ? ~bits : bits | 0x80000000u, output);
 }
 
 __device__ __forceinline__ float value_of(unsigned long long candidate) {

@@ -1,4 +1,4 @@
-// The end of a token in the persistent decode kernel: LM head, and the choice that all blocks agree on.
+// The end of a token in the persistent decode kernel: the choice that all blocks agree on.
 //
 // Without filters a token is the largest score (plus noise), so each block posts its best and one exchange decides. With
 // filters (M::FILTERS) scores stay with the block that computed them, a few hundred in shared memory, and all blocks find
@@ -12,57 +12,22 @@
 #pragma once
 #include "ops/append_token.cuh"
 #include "ops/sample.cuh"
-#include "persistent/layers.cuh"
+#include "persistent/head.cuh"
 
 namespace warpline {
 
 template <typename M>
-class Choice : protected Layers<M> {
+class Choice : protected Head<M> {
    protected:
     using Place = Layout<M>;
     using Layer = Layers<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::PITCH, Place::SCORES, Place::SEEN;
+    using LastStage = Head<M>;
+    using Place::ROWS, Place::WARPS, Place::THREADS, Place::SCORES, Place::SEEN;
     using Place::CANDIDATE, Place::CANDIDATES_AT, Place::SUMS_AT, Place::DIGITS_AT, Place::DIGITS;
-    using typename Place::TileOf, typename Place::Row, typename Place::T;
-    using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::token_at;
-    using Layer::Layer;
-
-    // The LM head: whole units to a warp. f(output, row, sum, which of the lane's results).
-    template <typename F>
-    __device__ __forceinline__ void head(F f) {
-        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < MOST_TAKEN ? TILES : MOST_TAKEN;
-        const int warp = thread_index() / WARP;
-        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
-        for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {
-            TileOf sums;
-            for (int tile = 0; tile < TILES; tile += AT_ONCE) {
-                Bits held[AT_ONCE];
-                tape.take(held, TILES - tile);
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
-                }
-            }
-            float result[TileOf::RESULTS];
-            sums.finish(result);
-            TileOf::results(thread_index(), [&](int i, int relative, int row) {
-                const int output = first_output() + unit * TILE_OUTPUTS + relative;
-                if (unit < desk.plan.units[HEAD] && output < M::VOCAB) f(output, row, result[i], i);
-            });
-        }
-    }
-
-    // Outputs of the block: the first, and how many.
-    __device__ __forceinline__ int first_output() const { return desk.plan.first[HEAD] * TILE_OUTPUTS; }
-    __device__ __forceinline__ int outputs() const { return min(desk.plan.units[HEAD] * TILE_OUTPUTS, M::VOCAB - first_output()); }
-
-    // The best candidate of a row that the warps of this block know.
-    __device__ __forceinline__ unsigned long long best_of(int row) const {
-        unsigned long long best = desk.best[row][0];
-#pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) best = max(best, desk.best[row][warp]);
-        return best;
-    }
+    using typename Place::Row;
+    using Layer::a, Layer::desk, Layer::tag, Layer::token_at;
+    using LastStage::first_output, LastStage::outputs, LastStage::best_of;
+    using LastStage::LastStage;
 
     // All blocks learn each row's best candidate, which desk.best has of their own, and with filters how far it is below the
     // largest. Two places take turns.

@@ -22,11 +22,11 @@ class Decode : Choice<M> {
     using Ending = Choice<M>;
     using Place::ROWS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
     using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
-    using typename Place::T, typename Place::TileOf, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
+    using typename Place::T, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
     using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::set_part, Layer::token_at;
     using Layer::run_layer;
-    using Ending::head, Ending::agree, Ending::choose, Ending::first_output;
+    using Ending::all_logits, Ending::quantise_rows, Ending::best_scores, Ending::agree, Ending::choose, Ending::first_output;
 
    public:
     using Place::WORDS;
@@ -94,6 +94,7 @@ class Decode : Choice<M> {
                 active |= desk.rows[i].active;
             }
             if (a.window > 0) longest = min(longest, a.window);
+            desk.found = 0;
             desk.goes_on = active && !desk.dog.dead;
             desk.splits = splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
             desk.parts = ceil_div(max(0, ROWS * HEADS * splits - static_cast<int>(blockIdx.x)), M::BLOCKS);
@@ -149,27 +150,26 @@ class Decode : Choice<M> {
         auto rows = rows_at(words_before() + END_AT);
         rows.ask(cycles(), M::PAUSE_ROWS);
         normalise(vectors(0), vectors(WIDTH), tag - 1, rows);
+        if constexpr (M::SCREENED) quantise_rows();
         sync_threads<THREADS>();  // here every warp needs all columns
         stamp();
         if (desk.parts > 0) __threadfence();  // keys and values are in the cache before the next token
         if constexpr (M::LOGITS) {
-            head([&](int output, int row, float value, int) {
+            all_logits([&](int output, int row, float value) {
                 if (row < a.batch) a.logits[static_cast<long long>(row) * M::VOCAB + output] = value;
             });
         } else if constexpr (M::FILTERS) {
-            head([&](int output, int row, float value, int) { desk.scores[row * SCORES + output - first_output()] = value; });
+            all_logits([&](int output, int row, float value) { desk.scores[row * SCORES + output - first_output()] = value; });
             stamp();
             choose();
             append();
         } else {
-            unsigned long long mine[TileOf::RESULTS] = {};
-            head([&](int output, int row, float value, int i) {
+            best_scores([&](int row, int output, float logit) {
                 const Row& r = desk.rows[row];
-                if (output == r.banned) return;
-                if (r.coolness > 0.f) value = value * r.coolness + gumbel_noise(r.key, output);
-                mine[i] = max(mine[i], candidate(value, output));
+                if (output == r.banned || !r.active) return 0ull;
+                if (r.coolness > 0.f) logit = logit * r.coolness + gumbel_noise(r.key, output);
+                return candidate(logit, output);
             });
-            TileOf::most(mine, [&](int row, unsigned long long best) { desk.best[row][thread_index() / WARP] = best; });
             stamp();
             agree(token);
             ++tag;
@@ -194,9 +194,7 @@ class Decode : Choice<M> {
             Decode(arguments, desk, ring).run();
         } else if (thread_index() == THREADS) {
             Watch watch(desk.dog, arguments.fault, arguments.patience);
-            const BlockPlan& plan = desk.plan;
-            TapeOf::feed(arguments.tape + static_cast<long long>(plan.tape) * THREADS, plan.steps,
-                         HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
+            TapeOf::feed(arguments.tape, desk.plan.reel(M::SCREENED), HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
             while (!watch.look()) __nanosleep(200);
         }
     }

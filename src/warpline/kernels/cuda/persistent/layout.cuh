@@ -4,19 +4,26 @@
 #include "persistent/attention.cuh"
 #include "persistent/exchange.cuh"
 #include "persistent/product.cuh"
+#include "screen.cuh"
 
 namespace warpline {
 
 // What one block does of a token; the host fills it in, one per block.
 struct BlockPlan {
-    int tape, steps;  // where its tape begins and how long it is, in steps
-    int first[5], units[5];  // of QKV, out-projection, FC, projection, LM head: units of TILE_OUTPUTS outputs
+    int tape, layers, head, codes;  // where its tape begins, in steps; steps of all layers, of the LM head, and of its codes
+    int first[5], units[5];         // of QKV, out-projection, FC, projection: units of TILE_OUTPUTS outputs; of the LM head CODE_OUTPUTS
+
+    // What a token takes of it: the LM head, or the codes.
+    __device__ __forceinline__ Reel reel(bool screened) const {
+        return {tape, layers + head + codes, layers + (screened ? 0 : head), screened ? head : codes};
+    }
 };
 
 // M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
 //   vectors   of each layer ln_1's gamma, the out-projection's bias, ln_2's gamma, the projection's bias; then ln_f
 //   lines     slope and level (see layers.cuh) of each layer's outputs of QKV and of FC
 //   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
+//   head      [vocab, width]: the LM head, for logits that codes do not decide (head.cuh)
 //   k, v      [layer, slot, head, position, depth], `cache_rows` slots of `capacity` positions
 //   logits    [row, vocab], where the launch is to leave them instead of choosing a token
 //   patience  of a wait, in nanoseconds
@@ -38,7 +45,10 @@ struct Layout {
     static constexpr int SUMS = TILE_OUTPUTS * ROWS * WARPS;  // of a unit
 
     // Filters: outputs of the LM head that are this block's, words of a bit for each, and how many digits a search has.
-    static constexpr int SCORES = M::HEAD_UNITS * TILE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
+    static constexpr int SCORES = M::HEAD_UNITS * CODE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
+
+    // The screened LM head: bytes of a row's upper or lower half, neighbours on different banks, and steps of a unit's tape.
+    static constexpr int BYTES_PITCH = ceil_div(WIDTH, 128) * 128 + 32, CODE_STEPS = ceil_div(WIDTH, CODE_INPUTS) + 1;
 
     struct Row {
         int slot;                       // of the state and of the cache
@@ -69,6 +79,12 @@ struct Layout {
         T bias[M::LAYERS * BIASES];
         BlockPlan plan;
         unsigned long long best[ROWS][WARPS];  // candidates, the best that each warp knows
+        alignas(16) signed char bytes[M::SCREENED ? 2 * ROWS * BYTES_PITCH : 1];
+        alignas(16) float squares[ROWS][WARPS];  // of the rows' columns
+        ScreenedRow screened[ROWS];
+        unsigned most[M::SCREENED ? ROWS * SCORES : 1];  // what each output's candidate may be at most, without the output
+        unsigned short possible[M::SCREENED ? SCORES : 1];  // outputs that can be the best of a row,
+        int found;                                          // and how many
         float scores[M::FILTERS ? ROWS * SCORES : 1];
         unsigned seen[M::FILTERS ? ROWS * SEEN : 1];
         int counts[M::FILTERS ? ROWS * DIGITS : 1];

@@ -31,6 +31,9 @@ struct TileSums {
     };
     float sum[RESULTS][4] = {};
 
+    // A lane's 16 bytes of a tile, from neighbouring inputs.
+    static __device__ __forceinline__ Bits from_row(const Bits& inputs) { return {inputs.at[0], inputs.at[2], inputs.at[1], inputs.at[3]}; }
+
     // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
     // and nobody reads what they make of it.
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
@@ -78,6 +81,7 @@ struct TileSums<float, ROWS> {
     };
     float sum[ROWS] = {};
 
+    static __device__ __forceinline__ const Bits& from_row(const Bits& inputs) { return inputs; }
     static __device__ __forceinline__ const float* lane_of(int thread, const float* x, int) { return x + thread % 4 * WIDTH; }
     static __device__ __forceinline__ Rows load(const float* x, int pitch) {
         Rows rows;

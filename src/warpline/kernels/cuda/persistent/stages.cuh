@@ -22,7 +22,7 @@ class Stages : protected Layout<M> {
     __device__ __forceinline__ Stages(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
         : a(arguments),
           desk(desk),
-          tape(arguments.tape + static_cast<long long>(desk.plan.tape) * THREADS, desk.plan.steps, ring),
+          tape(arguments.tape, desk.plan.reel(M::SCREENED), ring),
           tag(arguments.tag) {}
 
     // The words of this turn, and those of the turn before.

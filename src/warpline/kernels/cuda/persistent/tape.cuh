@@ -46,6 +46,15 @@ __device__ __forceinline__ void forget(Bits (&held)[N]) {
     }
 }
 
+// A block's part of the tape, in steps: where it begins, and of which `length` a token takes all but `left_out` from `from` on.
+struct Reel {
+    int begin, length, from, left_out;
+
+    __device__ __forceinline__ int steps() const { return length - left_out; }
+    // Where the step is that a token takes as its i-th.
+    __device__ __forceinline__ int at(int i) const { return begin + i + (i < from ? 0 : left_out); }
+};
+
 // Where copies arrive, in shared memory.
 template <int WARPS, int RING>
 struct TapeRing {
@@ -57,15 +66,16 @@ template <int WARPS, int RING>
 class Tape {
     static constexpr int STEP = WARPS * WARP;  // in Bits
     using Ring = TapeRing<WARPS, RING>;
-    const Bits* source;  // this lane's part of step 0
+    const Bits* source;  // this lane's part of the tape's step 0
+    const Reel reel;
     Ring& ring;
-    int steps, ahead = 0, slot = 0;
+    int ahead = 0, slot = 0;
     unsigned parity = 0;
 
     __device__ __forceinline__ void copy_next(int into) {
-        copy_async(&ring.slot[into][thread_index()], source + static_cast<long long>(ahead) * STEP, true);
+        copy_async(&ring.slot[into][thread_index()], source + static_cast<long long>(reel.at(ahead)) * STEP, true);
         end_copy_group();
-        ahead = ahead + 1 == steps ? 0 : ahead + 1;
+        ahead = ahead + 1 == reel.steps() ? 0 : ahead + 1;
     }
 
    public:
@@ -86,12 +96,13 @@ class Tape {
     // It has 300 cycles for a step of 5 kB, or memory waits for it (at 320 a token of gpt2-xl took 960 us, not 891): so it finds out
     // about the next slot while it fills this one, and where `all` lies is hidden, because the compiler would work it out each time.
     // But what is on its way to a multiprocessor delays what blocks say to each other: no more than IN_FLIGHT bytes may be.
-    static __device__ __forceinline__ void feed(const Bits* block, int steps, int times, Ring& all, Watch& watch) {
+    static __device__ __forceinline__ void feed(const Bits* tape, const Reel& reel, int times, Ring& all, Watch& watch) {
         constexpr int MOST = IN_FLIGHT / static_cast<int>(STEP * sizeof(Bits)), WINDOW = MOST < RING ? MOST : RING;  // steps
         static_assert(WINDOW > 0);
         Ring* ring = &all;
         asm volatile("" : "+l"(ring));
-        const Bits* from = block;
+        const int steps = reel.steps();
+        const Bits *const begin = tape + static_cast<long long>(reel.begin) * STEP, *from = begin;
         int step = 0, into = 0, before = RING - WINDOW;  // the next step, its slot, and that of the step WINDOW before it
         unsigned free = 1, landed = 1;                   // the first round finds every slot empty
         bool ready = true;
@@ -107,8 +118,9 @@ class Tape {
             from += STEP;
             if (++step == steps) {
                 step = 0;
-                from = block;
+                from = begin;
             }
+            if (step == reel.from) from += static_cast<long long>(reel.left_out) * STEP;
             if (++into == RING) {
                 into = 0;
                 free ^= 1;
@@ -125,8 +137,7 @@ class Tape {
         }
     }
 
-    __device__ __forceinline__ Tape(const Bits* block, int steps, Ring& ring)
-        : source(block + thread_index()), ring(ring), steps(steps) {
+    __device__ __forceinline__ Tape(const Bits* tape, const Reel& reel, Ring& ring) : source(tape + thread_index()), reel(reel), ring(ring) {
         if constexpr (HAS_ASYNC_COPIES && !HAS_BULK_COPIES) {
             for (int i = 0; i < RING; ++i) copy_next(i);
         }
@@ -163,7 +174,7 @@ class Tape {
                 if constexpr (HAS_ASYNC_COPIES) {
                     held[i] = ring.slot[slot + i < RING ? slot + i : slot + i - RING][thread];
                 } else {
-                    held[i] = load_once(source + static_cast<long long>(ahead + i < steps ? ahead + i : ahead + i - steps) * STEP);
+                    held[i] = load_once(source + static_cast<long long>(reel.at(ahead + i < reel.steps() ? ahead + i : ahead + i - reel.steps())) * STEP);
                 }
             }
         }
@@ -173,7 +184,7 @@ class Tape {
         } else if constexpr (HAS_ASYNC_COPIES) {
             for (int i = 0; i < count; ++i) copy_next(slot + i < RING ? slot + i : slot + i - RING);
         } else {
-            ahead = ahead + count < steps ? ahead + count : ahead + count - steps;
+            ahead = ahead + count < reel.steps() ? ahead + count : ahead + count - reel.steps();
         }
         if (slot + count >= RING) parity ^= 1;
         slot = slot + count < RING ? slot + count : slot + count - RING;

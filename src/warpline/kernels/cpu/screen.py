@@ -1,0 +1,64 @@
+"""Which logits need not be computed: those whose bounds, from codes of one byte, exclude that they are the largest.
+
+cuda/screen.cuh has the argument. Here the hidden state is not rounded, so that the error of the codes and what sums
+round off, in whatever order they are added, are all that is uncertain.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from warpline.kernels.cpu.choose import FINITE_OR_NOT, gumbel
+from warpline.kernels.cpu.intrinsics import INNER, Number
+
+
+@njit(**INNER)
+def length_of(x: np.ndarray) -> Number:
+    """No less than the length of x; infinite where a product could overflow or vanish."""
+    squares = 0.0
+    for i in range(len(x)):
+        squares += np.float64(x[i]) * np.float64(x[i])
+    length = math.sqrt(squares) * (1 + 2.0**-20)
+    return np.float32(length) if 1e-15 < length < 1e18 else np.float32(np.inf)
+
+
+@njit(**INNER, fastmath=FINITE_OR_NOT)
+def mark_possible(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, width: int, marks: np.ndarray
+) -> None:
+    """Set a mark where the true logit can be the largest. `scores` are what the codes say."""
+    rest = np.float32(width) * np.float32(2.0**-21) * length
+    least = np.float32(-np.inf)
+    for i in range(len(scores)):
+        least = max(least, scores[i] - _off(scores[i], errors[i], norms[i], length, rest))
+    for i in range(len(scores)):
+        marks[i] = not scores[i] + _off(scores[i], errors[i], norms[i], length, rest) < least
+
+
+@njit(**INNER, fastmath=FINITE_OR_NOT)
+def mark_drawn(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, width: int, marks: np.ndarray,
+    temperature: Number, key: int, noise: np.ndarray,
+) -> None:  # fmt: skip
+    """The same with noise, which is left in `noise`: where the logit can be the one that is drawn."""
+    rest = np.float32(width) * np.float32(2.0**-21) * length
+    coolness = np.float32(1) / temperature
+    for i in range(len(scores)):
+        noise[i] = gumbel(key, i)
+    least = np.float32(-np.inf)
+    for i in range(len(scores)):
+        least = max(least, (scores[i] - _off(scores[i], errors[i], norms[i], length, rest)) * coolness + noise[i])
+    least -= abs(least) * np.float32(2.0**-20)  # for the sums with noise
+    for i in range(len(scores)):
+        high = (scores[i] + _off(scores[i], errors[i], norms[i], length, rest)) * coolness + noise[i]
+        marks[i] = not high + abs(high) * np.float32(2.0**-20) < least
+
+
+@njit(**INNER)
+def _off(score: Number, error: Number, norm: Number, length: Number, rest: Number) -> Number:
+    """How far the true logit may be away."""
+    some = (length * error + rest * norm) * np.float32(1.001)
+    return some + abs(score) * np.float32(2.0**-20) + np.float32(1e-30)

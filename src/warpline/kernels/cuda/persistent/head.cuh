@@ -1,0 +1,227 @@
+// The LM head of the persistent decode kernel: all logits, or only those that can be the largest (screen.cuh).
+//
+// All logits: the matrix comes by the tape. The largest: codes of one byte come by the tape, units of CODE_OUTPUTS outputs to a
+// warp, and what their bounds do not exclude within the block is computed from the matrix itself, a few rows in most tokens.
+// A logit is summed up in one order either way, tiles from the first input to the last, so both say the same to the bit.
+// Traffic: the codes once, half of the matrix in half precision; a row or a few for each block.
+// Tried and lost: each warp for itself, without waiting for the others' bounds (some warps have four rows to compute in turn);
+// holding the stream back while rows are fetched (they come 0.3 us sooner, the next layer 2 us later).
+#pragma once
+#include "persistent/layers.cuh"
+#include "screen.cuh"
+
+namespace warpline {
+
+template <typename M>
+class Head : protected Layers<M> {
+   protected:
+    using Place = Layout<M>;
+    using Layer = Layers<M>;
+    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::PITCH, Place::SCORES, Place::BYTES_PITCH;
+    using typename Place::TileOf, typename Place::Row, typename Place::T;
+    using Layer::a, Layer::desk, Layer::tape, Layer::column_of, Layer::EACH;
+    using Layer::Layer;
+    static constexpr int RESULTS = ceil_div(ROWS, 4);  // of a lane, for each of its two outputs of a unit of codes
+
+    // Outputs of the block: the first, and how many.
+    __device__ __forceinline__ int first_output() const { return desk.plan.first[HEAD] * CODE_OUTPUTS; }
+    __device__ __forceinline__ int outputs() const { return min(desk.plan.units[HEAD] * CODE_OUTPUTS, M::VOCAB - first_output()); }
+
+    // The best candidate of a row that the warps of this block know.
+    __device__ __forceinline__ unsigned long long best_of(int row) const {
+        unsigned long long best = desk.best[row][0];
+#pragma unroll
+        for (int warp = 1; warp < WARPS; ++warp) best = max(best, desk.best[row][warp]);
+        return best;
+    }
+
+    // Logits of `count` of the block's outputs, TILE_OUTPUTS at most, by a warp; which(i) says which: f(output, row, logit, which
+    // of the lane's results).
+    template <typename Which, typename F>
+    __device__ __forceinline__ void compute(int count, Which which, F f) {
+        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), MOST = sizeof(T) == 2 ? 12 : ROWS > 2 ? 4 : 6, ELEMENTS = 16 / sizeof(T);
+        constexpr int SETS = 2 * ceil_div(TILES, 2 * MOST), AT_ONCE = ceil_div(TILES, SETS);
+        const int lane = thread_index() % WARP, output = first_output() + which(min(lane / 4, count - 1));
+        const Bits* weights = reinterpret_cast<const Bits*>(a.head + static_cast<long long>(output) * WIDTH) + lane % 4;
+        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
+        Bits held[2][AT_ONCE];
+        const auto load = [&](Bits(&into)[AT_ONCE], int tile) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const bool inside = WIDTH % TileOf::INPUTS == 0 ? tile + i < TILES : ((tile + i) * 4 + lane % 4) * ELEMENTS < WIDTH;
+                into[i] = inside ? TileOf::from_row(load_once(weights + (tile + i) * 4)) : Bits{};
+            }
+        };
+        TileOf sums;
+        const auto add = [&](const Bits(&from)[AT_ONCE], int tile) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(from[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
+            }
+        };
+        load(held[0], 0);
+#pragma unroll 1
+        for (int tile = 0; tile < TILES; tile += 2 * AT_ONCE) {
+            load(held[1], tile + AT_ONCE);
+            add(held[0], tile);
+            if (tile + 2 * AT_ONCE < TILES) load(held[0], tile + 2 * AT_ONCE);
+            add(held[1], tile + AT_ONCE);
+        }
+        float result[TileOf::RESULTS];
+        sums.finish(result);
+        TileOf::results(thread_index(), [&](int i, int relative, int row) {
+            if (relative < count) f(output, row, result[i], i);
+        });
+    }
+
+    // All logits, from the tape; units of TILE_OUTPUTS outputs go whole to a warp: f(output, row, logit).
+    template <typename F>
+    __device__ __forceinline__ void all_logits(F f) {
+        constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < MOST_TAKEN ? TILES : MOST_TAKEN;
+        const int warp = thread_index() / WARP;
+        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
+        const int units = desk.plan.units[HEAD] * (CODE_OUTPUTS / TILE_OUTPUTS);
+        for (int unit = warp; unit - warp < units; unit += WARPS) {
+            TileOf sums;
+            for (int tile = 0; tile < TILES; tile += AT_ONCE) {
+                Bits held[AT_ONCE];
+                tape.take(held, TILES - tile);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
+                }
+            }
+            float result[TileOf::RESULTS];
+            sums.finish(result);
+            TileOf::results(thread_index(), [&](int i, int relative, int row) {
+                const int own = unit * TILE_OUTPUTS + relative;
+                if (unit < units && own < outputs()) f(first_output() + own, row, result[i]);
+            });
+        }
+    }
+
+    // Rows of desk.h in quanta into desk.bytes, and desk.screened: columns of each warp. All threads must have done it before `screen`.
+    __device__ __forceinline__ void quantise_rows() {
+        const int lane = thread_index() % WARP, warp = thread_index() / WARP;
+        float squares[ROWS] = {};
+        Vec<T, 2> v[ROWS * EACH];
+#pragma unroll
+        for (int i = 0; i < ROWS * EACH; ++i) {
+            const int column = column_of(i % EACH);
+            if (column < 0) continue;
+            v[i] = *reinterpret_cast<const Vec<T, 2>*>(desk.h + i / EACH * PITCH + column);
+            squares[i / EACH] += to_float(v[i].at[0]) * to_float(v[i].at[0]) + to_float(v[i].at[1]) * to_float(v[i].at[1]);
+        }
+        const float sum = scatter_sums(squares);
+        constexpr int SHARE = WARP / ROWS;
+        if (lane % SHARE == 0) desk.squares[lane / SHARE][warp] = sum;
+        sync_threads<THREADS>();
+        const ScreenedRow screened = screened_row<WIDTH>(sum_of<WARPS>(desk.squares[lane % ROWS]));
+        if (warp == 0 && lane < ROWS) desk.screened[lane] = screened;
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            const float quantum = __shfl_sync(0xffffffffu, screened.quantum, row), per_one = quantum > 0.f ? rcp_approx(quantum) : 0.f;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int column = column_of(i);
+                if (column < 0) continue;
+                const Vec<T, 2> pair = v[row * EACH + i];
+                const TwoBytes first = in_bytes(to_float(pair.at[0]), per_one), second = in_bytes(to_float(pair.at[1]), per_one);
+                signed char* bytes = desk.bytes + 2 * row * BYTES_PITCH + column;
+                *reinterpret_cast<Vec<signed char, 2>*>(bytes) = {first.upper, second.upper};
+                *reinterpret_cast<Vec<signed char, 2>*>(bytes + BYTES_PITCH) = {first.lower, second.lower};
+            }
+        }
+    }
+
+    // Every output's bounds, of all rows: f(output, row, interval of its logit, row / 4). Lanes always meet the same outputs.
+    template <typename F>
+    __device__ __forceinline__ void screen(F f) {
+        constexpr int STEPS = Place::CODE_STEPS, TILES = STEPS - 1;  // the last has what is known of the outputs
+        const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4;
+        const signed char* bytes[RESULTS];
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) {
+            const int row = 4 * i + column / 2;
+            bytes[i] = desk.bytes + (2 * (row < ROWS ? row : 0) + column % 2) * BYTES_PITCH + lane % 4 * (CODE_INPUTS / 4);
+        }
+        constexpr int AT_ONCE = ceil_div(STEPS, ceil_div(STEPS, MOST_TAKEN));
+#pragma unroll 1
+        for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {
+            int sums[RESULTS][2][4] = {};  // of integers, which have no order: two of each, so that they wait less for each other
+            Bits known = {};
+#pragma unroll
+            for (int step = 0; step < STEPS; step += AT_ONCE) {
+                Bits held[AT_ONCE];
+                tape.take(held, STEPS - step);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (step + i == TILES) known = held[i];
+                    if (step + i >= TILES) continue;
+#pragma unroll
+                    for (int j = 0; j < RESULTS; ++j) {
+                        const auto b = *reinterpret_cast<const Vec<unsigned, 2>*>(bytes[j] + (step + i) * CODE_INPUTS);
+                        multiply_add_codes(sums[j][i % 2], held[i].at, b.at[0], b.at[1]);
+                    }
+                }
+            }
+            if (unit >= desk.plan.units[HEAD]) continue;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int output = first_output() + unit * CODE_OUTPUTS + half * 8 + lane / 4;
+                // Error and norm are the upper halves of floats.
+                const CodeBounds code = {__uint_as_float(known.at[half]), __uint_as_float(known.at[2 + half] << 16),
+                                         __uint_as_float(known.at[2 + half] & 0xffff0000u)};
+#pragma unroll
+                for (int j = 0; j < RESULTS; ++j) {
+                    const int row = 4 * j + lane % 4;
+                    if (row >= ROWS || output >= M::VOCAB) continue;
+                    const auto sum = [&](int which) { return sums[j][0][2 * half + which] + sums[j][1][2 * half + which]; };
+                    f(output, row, logit_between(desk.screened[row], code, sum(0), sum(1)), j);
+                }
+            }
+        }
+    }
+
+    // The best of what score(row, output, logit) makes of logits, of each row, into desk.best. It is 0 where there is none,
+    // and does not fall when the logit rises.
+    template <typename Score>
+    __device__ __forceinline__ void best_scores(Score score) {
+        const int thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
+        unsigned long long least[RESULTS] = {};  // of what the best is
+        screen([&](int output, int row, const Interval& logit, int i) {
+            least[i] = max(least[i], score(row, output, logit.low));
+            desk.most[row * SCORES + output - first_output()] = score(row, output, logit.high) >> 32;
+        });
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) {
+            const int row = 4 * i + lane % 4;
+            least[i] = most_of_fours(least[i]);
+            if (lane < 4 && row < ROWS) desk.best[row][warp] = least[i];
+        }
+        sync_threads<THREADS>();
+        const unsigned long long lane_least = best_of(lane % ROWS);
+        unsigned long long its[ROWS];
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) its[row] = __shfl_sync(0xffffffffu, lane_least, row);
+        for (int own = thread; own < outputs(); own += THREADS) {
+            bool possible = false;
+#pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const unsigned most = desk.most[row * SCORES + own];
+                possible |= most > 0 && with_output(most, first_output() + own) >= its[row];
+            }
+            if (possible) desk.possible[atomicAdd(&desk.found, 1)] = own;
+        }
+        sync_threads<THREADS>();
+        const int found = desk.found;
+        unsigned long long mine[TileOf::RESULTS] = {};
+        for (int first = warp * TILE_OUTPUTS; first < found; first += WARPS * TILE_OUTPUTS) {
+            compute(min(TILE_OUTPUTS, found - first), [&](int i) { return desk.possible[first + i]; },
+                    [&](int output, int row, float logit, int i) { mine[i] = max(mine[i], score(row, output, logit)); });
+        }
+        TileOf::most(mine, [&](int row, unsigned long long best) { desk.best[row][warp] = best; });
+    }
+};
+
+}  // namespace warpline
