@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from warpline.bench import charts, report
+from warpline.bench import charts, methods, report
 from warpline.bench.methods.names import BASELINE, HEADLINE
-from warpline.bench.workloads import WORKLOADS
+from warpline.bench.run import decode_rates
+from warpline.bench.workloads import WORKLOADS, Case
+from warpline.model.weights import read_config
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -22,7 +24,18 @@ SHOWN = ("nvidia-h200", "random:gpt2", "fp16")
 def recorded() -> dict[str, list[report.Row]]:
     """All rows of every machine, by its folder, GPUs before the CPU."""
     paths = sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True)
-    return {path.parent.name: [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
+    return {path.parent.name: [derived(json.loads(line)) for line in path.read_text().splitlines()] for path in paths}
+
+
+def derived(row: report.Row) -> report.Row:
+    """A row whose rates mean what they mean today, whenever it was measured."""
+    if "gb_s" in row and "read_gb_s" in row:
+        kind = methods.find(row["method"])
+        shape = {name: row[name] for name in ("workload", "kind", "model", "batch", "prompt", "new", "window")}
+        case = Case(**shape, dtype=kind.stored or row["dtype"])
+        config = case.windowed(read_config(case.model))
+        row |= decode_rates(case, config, row["us_per_token"], row["read_gb_s"])
+    return row
 
 
 def machines() -> dict[str, list[report.Row]]:

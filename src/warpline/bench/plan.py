@@ -47,7 +47,8 @@ def seconds_at_best(case: Case, config: ModelConfig, read_gb_s: float, tflop_s: 
     steps = case.new - 1
     if steps > 0:
         step = cost.decode(config, case.dtype, batch=case.batch, context=case.prompt + case.new // 2)
-        moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps)
+        rows = [case.prompt] * case.batch
+        moved = cost.decode_bytes(config, case.dtype, lengths=rows, steps=steps, screened=True)
         seconds += best(moved, steps * cost.total_flops(step))
     return seconds
 

@@ -84,12 +84,12 @@ def losses(rows: Sequence[Row]) -> list[str]:
 def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, str]]:
     """What the machine could do at best: the bytes of a decode step over the bandwidth measured now."""
     context = case.prompt + case.new // 2
-    moved = cost.total_bytes(cost.decode(config, case.dtype, batch=case.batch, context=context))
+    moved = cost.total_bytes(cost.decode(config, case.dtype, batch=case.batch, context=context, screened=True))
     seconds = moved / read_gb_s / 1e9
     return [
         ("model", f"{case.model}, {case.dtype}: {cost.weight_bytes(config, case.dtype) / 1e6:,.1f} MB of weights"),
         ("KV cache", f"{cost.kv_bytes_per_position(config, case.dtype):,} bytes per position and sequence"),
-        ("a token reads", f"{moved / 1e6:,.1f} MB, at batch {case.batch} and context {context}"),
+        ("a step reads", f"{moved / 1e6:,.1f} MB at least, at batch {case.batch} and context {context}"),
         ("memory reads", f"{read_gb_s:,.0f} GB/s, measured in this run"),
         ("so at best", f"{1e6 * seconds:,.1f} µs per step, {case.batch / seconds:,.0f} tokens/s"),
     ]

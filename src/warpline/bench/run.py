@@ -318,14 +318,21 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
     row["first_token_seconds"] = round(first, 7)
     row["tokens_per_second"] = round(case.batch * case.new / whole.median, 2)
     if steps > 0 and decode > 0:
-        moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps)
         if case.kind == "decode":
             row["tokens_per_second"] = round(case.batch * steps / decode, 2)
         row["us_per_token"] = round(1e6 * decode / steps, 3)
         if counted:
-            row["gb_s"] = round(moved / decode / 1e9, 2)
-            row["percent_of_limit"] = round(100 * moved / decode / 1e9 / limits["read_gb_s"], 2)
+            row |= decode_rates(case, config, row["us_per_token"], limits["read_gb_s"])
     return row
+
+
+def decode_rates(case: Case, config: ModelConfig, us_per_token: float, read_gb_s: float) -> Row:
+    """What a step's time means: the bytes that it must move, of the LM head codes (the texts are greedy), in that
+    time, and as a share of what memory can do."""
+    steps = case.new - 1
+    moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps, screened=True)
+    gb_s = moved / steps / us_per_token / 1e3
+    return {"gb_s": round(gb_s, 2), "percent_of_limit": round(100 * gb_s / read_gb_s, 2)}
 
 
 @contextmanager

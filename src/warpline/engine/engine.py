@@ -269,7 +269,8 @@ class Engine:
                 reports.append(slots.report(taken, steps + 1, last=last and not followed))
             if not self._cuda:
                 clock.landed()  # it was computed on the way
-        self._flights.append(Flight.of(turn, reports, clock))
+        screened = bool(lanes) and executor.screens(slots, lanes)
+        self._flights.append(Flight.of(turn, reports, clock, screened))
 
     @staticmethod
     def _copy(slots: Slots, copies: list[Copy]) -> None:

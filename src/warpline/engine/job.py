@@ -42,18 +42,19 @@ class Flight:
     reports: list[Report]  # that have not come yet
     served: list[tuple[Timings, list[Job]]]  # whose time it is
     clock: Clock
+    screened: bool  # whether its steps read codes of the LM head
     lengths: list[int] | None = None  # of its sequences, before
     tokens: int = 0  # that one of them has got at most
 
     @classmethod
-    def of(cls, turn: Turn, reports: list[Report], clock: Clock) -> Flight:
+    def of(cls, turn: Turn, reports: list[Report], clock: Clock, screened: bool) -> Flight:
         """A turn that has been enqueued."""
         lanes = cast(list[Job], turn.reported)  # an engine's sequences are jobs
         served: dict[int, tuple[Timings, list[Job]]] = {}
         for sequence in dict.fromkeys([*lanes, *(s for s, *_ in (*turn.first, *turn.second))]):
             if isinstance(sequence, Job) and sequence.timings is not None:
                 served.setdefault(id(sequence.timings), (sequence.timings, []))[1].append(sequence)
-        return cls(turn, lanes, reports, list(served.values()), clock)
+        return cls(turn, lanes, reports, list(served.values()), clock, screened)
 
     def ended(self, stats: Stats) -> None:
         """All of its tokens are known: note what it took."""
@@ -72,4 +73,4 @@ class Flight:
             if steps:
                 timings.decode_seconds += decode
                 timings.decode_steps += steps
-                timings.moved.append((lengths, steps))
+                timings.moved.append((lengths, steps, self.screened))

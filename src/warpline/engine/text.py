@@ -41,8 +41,9 @@ class Timings:
     decode_seconds: float = 0.0
     #: Steps after the first token.
     decode_steps: int = 0
-    #: Of launches the sequences' lengths before them, and how many steps they took.
-    moved: list[tuple[list[int], int]] = field(default_factory=list)
+    #: Of launches the sequences' lengths before them, how many steps they took, and whether codes of the LM head were
+    #: enough.
+    moved: list[tuple[list[int], int, bool]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -52,7 +53,10 @@ class Timings:
     @property
     def decode_bytes(self) -> int:
         """Bytes of weights and KV cache that the steps had to move."""
-        return sum(cost.decode_bytes(self.config, self.dtype, lengths=a, steps=n) for a, n in self.moved)
+        return sum(
+            cost.decode_bytes(self.config, self.dtype, lengths=lengths, steps=steps, screened=screened)
+            for lengths, steps, screened in self.moved
+        )
 
     @property
     def gb_per_second(self) -> float | None:

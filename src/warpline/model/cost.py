@@ -37,7 +37,8 @@ class StepCost:
 class Workload:
     """A forward pass of `new` tokens per sequence behind `past` cached ones.
 
-    Prefill is past=0; a decode step is new=1. `logits` is how many rows per sequence go through the LM head.
+    Prefill is past=0; a decode step is new=1. `logits` is how many rows per sequence go through the LM head, of which
+    codes are enough if it is `screened` (model/screen.py).
     """
 
     config: ModelConfig
@@ -47,6 +48,7 @@ class Workload:
     past: int = 0
     logits: int = 1
     naive: bool = False
+    screened: bool = False
 
     @property
     def pairs(self) -> int:
@@ -61,9 +63,9 @@ class Workload:
         return min(self.past, window - 1)
 
 
-def decode(config: ModelConfig, dtype: str, *, batch: int = 1, context: int = 0) -> Workload:
+def decode(config: ModelConfig, dtype: str, *, batch: int = 1, context: int = 0, screened: bool = False) -> Workload:
     """One decode step with `context` positions in the cache."""
-    return Workload(config=config, dtype=dtype, batch=batch, past=context)
+    return Workload(config=config, dtype=dtype, batch=batch, past=context, screened=screened)
 
 
 def prefill(config: ModelConfig, dtype: str, *, batch: int = 1, tokens: int) -> Workload:
@@ -104,9 +106,9 @@ def _stored(name: str, shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) + 4 * shape[0] if is_quantised(name) else 4 * math.prod(shape)
 
 
-def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], steps: int) -> int:
+def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], steps: int, screened: bool = False) -> int:
     """Bytes that `steps` decode steps must move for rows that begin with `lengths` cached positions each."""
-    fixed = total_bytes(decode(config, dtype, batch=len(lengths), context=0))
+    fixed = total_bytes(decode(config, dtype, batch=len(lengths), context=0, screened=screened))
     furthest = steps + max(lengths) if config.window is None else config.window - 1
     positions = 0
     for length in lengths:  # the sum of min(length + i, furthest) over the steps i
@@ -165,6 +167,8 @@ def _weight_bytes(step: p.Step, work: Workload) -> int:
     config = work.config
     if step is p.EMBEDDING or step is p.POSITION:  # one row of the table per token
         return work.batch * work.new * _stored(step.parameters[0], (1, config.n_embd), work.dtype)
+    if step is p.LM_HEAD and work.screened and work.dtype != "int8":  # a byte for each weight, three numbers for a row
+        return config.vocab_size * (config.n_embd + 12)
     if step is p.LM_HEAD:  # wte again where the head is tied
         return _stored("lm_head.weight", (config.vocab_size, config.n_embd), work.dtype)
     shapes = p.block_shapes(config) if step.scope != "model" else p.shapes(config)

@@ -86,6 +86,10 @@ class AutoExecutor(Executor):
         """As what would decode."""
         return self._persistent is not None and lanes <= self._most and self._persistent.stops_by_itself(lanes, needs)
 
+    def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
+        """As what would decode."""
+        return self._persistent is not None and len(lanes) <= self._most and self._persistent.screens(slots, lanes)
+
     def fault(self) -> DeviceError:
         """Only the persistent kernel waits."""
         return super().fault() if self._persistent is None else self._persistent.fault()

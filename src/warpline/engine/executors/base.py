@@ -83,6 +83,10 @@ class Executor(ABC):
         if the host does not look."""
         return False
 
+    def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
+        """Whether decoding these lanes reads codes of the LM head instead of the head."""
+        return False
+
     def halt(self, slots: Slots, wanted: bool) -> None:  # noqa: B027 - most launches cannot be reached
         """Have decoding end behind the step that it is at, until that is not wanted any more. From any thread."""
 

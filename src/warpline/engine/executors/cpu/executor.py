@@ -127,8 +127,8 @@ class CpuExecutor(Executor):
 
     def _finish(self, slots: Slots, lanes: Sequence[int], first: int) -> None:
         """The step from stage `first` on, for what stands in the memory between stages."""
-        call, chooses = self._call(slots), slots.needs(lanes).logprobs is None
-        self._run(lambda: call.ready(lanes, first=first, chooses=chooses, screens=self._screens(slots, lanes)))
+        call, chooses, screens = self._call(slots), slots.needs(lanes).logprobs is None, self.screens(slots, lanes)
+        self._run(lambda: call.ready(lanes, first=first, chooses=chooses, screens=screens))
         if not chooses:
             advance(slots, lanes, call.logits[: len(lanes)])
 
@@ -152,6 +152,12 @@ class CpuExecutor(Executor):
         """The team looks before every step."""
         return needs.logprobs is None
 
+    def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
+        """Where nothing but the largest logit is asked for. Several rows in half precision would be no faster."""
+        needs = slots.needs(lanes)
+        asked = needs.logprobs is not None or needs.filters
+        return self._screen is not None and not asked and (self.dtype == "fp32" or len(lanes) == 1)
+
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """The logits; nothing else of a step is left afterwards."""
         self._steps(slots, lanes, 1, chooses=False)
@@ -160,17 +166,11 @@ class CpuExecutor(Executor):
     def _steps(self, slots: Slots, lanes: Sequence[int], n: int, *, chooses: bool) -> None:
         """`n` steps; one, where torch chooses."""
         call = self._call(slots)
-        screens = chooses and self._screens(slots, lanes)
+        screens = chooses and self.screens(slots, lanes)
         self._run(lambda: call.newest(lanes, n, chooses=chooses, screens=screens))
         if not chooses:
             with torch.inference_mode():
                 advance(slots, lanes, call.logits[: len(lanes)])
-
-    def _screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
-        """Whether of these lanes only logits are needed that can be the largest."""
-        needs = slots.needs(lanes)
-        fewer_bytes = self.dtype == "fp32" or len(lanes) == 1  # several rows in half precision are no faster
-        return self._screen is not None and fewer_bytes and needs.logprobs is None and not needs.filters
 
     def _run(self, told: Callable[[], int]) -> None:
         """Have the team do what it is told, at the address that `told` gives: it meets for one thing at a time."""

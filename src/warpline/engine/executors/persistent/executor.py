@@ -137,6 +137,10 @@ class PersistentExecutor(Executor):
         """A launch looks before every token."""
         return needs.logprobs is None
 
+    def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
+        """Where nothing but the largest logit, with noise or without, is asked for."""
+        return self._decoder(len(lanes), slots.needs(lanes)).program.extents.screened
+
     def fault(self) -> DeviceError:
         """A launch that waited in vain."""
         return DeviceError(
