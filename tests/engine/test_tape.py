@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.executors.persistent.tape import record
 from warpline.engine.slots import Slots
-from warpline.kernels.persistent import CODE_UNIT, PAUSES, STAGES, UNIT, Arguments, Extents, Plan, plan
+from warpline.kernels.dealing import CODE_UNIT, PAUSES, STAGES, UNIT, Extents, Plan, plan
+from warpline.kernels.persistent import Arguments
 from warpline.model.screen import Screen
 from warpline.model.weights import load
 

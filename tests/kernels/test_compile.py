@@ -19,7 +19,8 @@ from warpline.kernels import compile as compiler
 from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.catalog.rows import LAYERNORM
 from warpline.kernels.compile import SOURCE, Binary, compile_many, compile_one
-from warpline.kernels.persistent import DecodeProgram, Extents
+from warpline.kernels.dealing import Extents
+from warpline.kernels.persistent import DecodeProgram
 from warpline.kernels.spec import KernelSpec, Variant
 
 HEADERS = sorted(SOURCE.rglob("*.cuh"))
