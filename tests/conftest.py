@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from safetensors.torch import save_file
 
 from warpline.config import ModelConfig
@@ -25,6 +26,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers share the folder of w
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach out
 # Who starts tests in the background has them ignore interrupts, and whatever they start as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What an example takes says more about the machine's other work than about the code.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 SMALL = "random:n_layer=3,n_head=4,n_embd=64,n_positions=96"
 

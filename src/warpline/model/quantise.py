@@ -71,17 +71,20 @@ def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor |
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The codes (int8) and the scale of each row (float32); the largest of a row is exact."""
-    codes = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
-    scale = torch.empty(len(matrix), device=matrix.device)
+    codes, scale = torch.empty(matrix.shape, dtype=torch.int8), torch.empty(len(matrix))
+    for some, its_scale, _, its_codes in coded(matrix):
+        codes[some], scale[some] = its_codes, its_scale
+    return codes, scale
+
+
+def coded(matrix: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Some rows at a time: which, the scale of each, the rows in units of it, and these rounded to codes; float32."""
     for first in range(0, len(matrix), _ROWS):
         some = slice(first, first + _ROWS)
-        values = torch.empty(matrix[some].shape, device=matrix.device).copy_(
-            matrix[some]
-        )  # row by row, however the file has it
-        scale[some] = values.abs().amax(dim=1) / _LARGEST
-        values /= scale[some].clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        codes[some] = values.round_().clamp_(-_LARGEST, _LARGEST)
-    return codes, scale
+        rows = torch.empty(matrix[some].shape, device=matrix.device).copy_(matrix[some])  # however a file has it
+        scale = rows.abs().amax(dim=1) / _LARGEST
+        rows /= scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        yield some, scale, rows, rows.round().clamp_(-_LARGEST, _LARGEST)
 
 
 def place(tensors: dict[str, Tensor], name: str, value: Tensor | Packed) -> None:
