@@ -112,7 +112,7 @@ def live(executor: Executor, asked: list[Request], rng: random.Random, count: in
 
 @EVERY
 @pytest.mark.parametrize("window", [None, 7])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), asked=st.integers(1, 8), room=st.integers(1, 5))
 def test_sequences_join_and_leave(name: str, dtype: str, window: int | None, seed: int, asked: int, room: int) -> None:
     its, rng = executor(name, dtype, window), random.Random(seed)

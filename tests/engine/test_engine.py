@@ -86,7 +86,7 @@ def test_greedy_equals_no_cache_at_all(sharp: tuple[LLM, Weights]) -> None:
         assert list(completion.token_ids) == ids[len(prompt) :]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_batched_equals_alone(llm: LLM, data: st.DataObject) -> None:
     prompts = random_prompts(data.draw(st.integers(2, 6)), 60, seed=data.draw(st.integers(0, 999)))

@@ -105,7 +105,7 @@ def llms() -> None:
 
 
 def test_histories() -> None:
-    Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+    Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=25)
     Machine.TestCase().runTest()
 
 

@@ -83,7 +83,7 @@ def by_transformers(logits: torch.Tensor, prompt: list[int], params: SamplingPar
     return logits.softmax(dim=-1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.floats(-2, 2), st.floats(-2, 2), st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=20),
     st.sampled_from([1.0, 1.5]), st.integers(0, 2**31),
@@ -131,7 +131,7 @@ def test_what_is_banned_never_comes_and_what_is_favoured_always() -> None:
         assert slots.tokens[0, 3] != best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**31))
 def test_distribution_equals_transformers(choices: list[dict[str, Any]], seed: int) -> None:
     params = [SamplingParams(**choice) for choice in choices]
@@ -211,7 +211,7 @@ def test_drawn_frequencies_follow_the_distribution(settings_: dict[str, Any]) ->
     assert chi2 < bound
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(PARAMS, min_size=2, max_size=5), st.integers(0, 2**31))
 def test_a_row_does_not_see_its_neighbours(choices: list[dict[str, Any]], seed: int) -> None:
     params = [SamplingParams(**choice, seed=i) for i, choice in enumerate(choices)]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.executors.persistent.tape import record
 from warpline.engine.slots import Slots
-from warpline.kernels.dealing import CODE_UNIT, PAUSES, STAGES, UNIT, Extents, Plan, plan
+from warpline.kernels.decode_plan import CODE_UNIT, PAUSES, STAGES, UNIT, Extents, Plan, plan
 from warpline.kernels.persistent import Arguments
 from warpline.model.screen import Screen
 from warpline.model.weights import load
@@ -113,7 +113,7 @@ def test_codes_and_their_bounds_are_where_the_kernel_reads_them(blocks: int) -> 
     heads=st.integers(1, 25), depth=st.sampled_from([8, 16, 64, 80]), blocks=st.integers(1, 150),
     layers=st.integers(1, 48), dtype=st.sampled_from(["fp32", "fp16", "bf16"]),
 )  # fmt: skip
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_plans_are_whole_and_even(heads: int, depth: int, blocks: int, layers: int, dtype: str) -> None:
     width = heads * depth
     extents = Extents(dtype, width, 4 * width, heads, layers, 50257, 1, blocks, "sm_90")

@@ -19,7 +19,7 @@ from warpline.model.tokenizer import Tokenizer
 TOKENIZER = Tokenizer.gpt2()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_chunks_do_not_matter(data: st.DataObject) -> None:
     rng = random.Random(data.draw(st.integers(0, 10_000)))

@@ -19,7 +19,7 @@ from warpline.kernels import compile as compiler
 from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.catalog.rows import LAYERNORM
 from warpline.kernels.compile import SOURCE, Binary, compile_many, compile_one
-from warpline.kernels.dealing import Extents
+from warpline.kernels.decode_plan import Extents
 from warpline.kernels.persistent import DecodeProgram
 from warpline.kernels.spec import KernelSpec, Variant
 

@@ -97,7 +97,7 @@ def cached_logits(model: GPT2, ids: torch.Tensor, pieces: list[int]) -> torch.Te
     return torch.cat(outputs, dim=1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 @torch.no_grad()
 def test_cached_equals_uncached(data: st.DataObject) -> None:

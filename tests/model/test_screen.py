@@ -81,7 +81,7 @@ def adversarial(rng: np.random.Generator, dtype: torch.dtype, rows: int, width: 
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     kind=st.sampled_from(["noise", "worst", "peak", "zero"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_no_logit_is_outside_its_bounds(seed: int, width: int, size: float, dtype: torch.dtype, kind: str) -> None:
     rng = np.random.default_rng(seed)
     matrix = adversarial(rng, dtype, 40, width)

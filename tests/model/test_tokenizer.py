@@ -126,7 +126,7 @@ COMMON = unicodedata if unicodedata.unidata_version <= "14.0.0" else unicodedata
 ASSIGNED = st.characters(exclude_categories=["Cs"]).filter(lambda char: COMMON.category(char) != "Cn")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.text(ASSIGNED, max_size=60))
 def test_any_text(text: str) -> None:
     ids = ours().encode(text)
@@ -134,7 +134,7 @@ def test_any_text(text: str) -> None:
     assert ids == by_the_rule(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_every_unicode_text_round_trips(text: str) -> None:
     assert ours().decode(ours().encode(text)) == text
@@ -151,7 +151,7 @@ def test_every_old_character_is_cut_alike() -> None:
         assert [text[i:j] for _, (i, j) in cut.pre_tokenize_str(text)] == WORDS.findall(text), hex(code)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 50256), max_size=40), st.booleans())
 def test_stream_equals_decode(ids: list[int], special: bool) -> None:
     stream = ours().stream(special=special)

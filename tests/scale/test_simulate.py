@@ -59,7 +59,7 @@ def test_twice_the_replicas_twice_the_throughput() -> None:
     assert all(share > 0.95 for share in two.busy)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0, 2), st.integers(1, 300), st.integers(1, 40)), min_size=1, max_size=40),
     st.integers(1, 4),

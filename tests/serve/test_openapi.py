@@ -68,7 +68,7 @@ def _try(operation: Any, examples: int) -> int:
     tried = 0
 
     @settings(
-        max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        max_examples=examples, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(case=operation.as_strategy())

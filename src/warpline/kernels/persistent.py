@@ -1,4 +1,4 @@
-"""The persistent decode kernel: its constants and arguments, and its launch; dealing.py says which block does what.
+"""The persistent decode kernel: its constants and arguments, and its launch; decode_plan.py says which block does what.
 
 Device code is in cuda/persistent/. What both languages must know is said here and generated for the other one: the
 extents as constants, the arguments as a struct.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.kernels.arguments import CUDA_TYPES
-from warpline.kernels.dealing import CODE_INPUTS, CODE_UNIT, STAGES, UNIT, Extents, best_warps, plan
+from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, UNIT, Extents, best_warps, plan
 from warpline.kernels.spec import THREADS_PER_WARP, Launch
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from warpline.engine.executors.sampling import advance
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError, DeviceError
-from warpline.kernels import dealing, persistent
+from warpline.kernels import decode_plan, persistent
 from warpline.kernels.compile import Binary, compile_many, compile_one
 from warpline.kernels.launch import arch_of
 from warpline.kernels.spec import THREADS_PER_WARP
@@ -79,7 +79,7 @@ class PersistentExecutor(Executor):
         self._matrices = {"wte": weights.tensors["wte.weight"], "wpe": weights.tensors["wpe.weight"]}
         self._matrices["head"] = weights.tensors[f"{weights.head}.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
-        extents = dealing.Extents(
+        extents = decode_plan.Extents(
             dtype=dtype,
             width=config.n_embd,
             inner=config.inner,
@@ -90,10 +90,10 @@ class PersistentExecutor(Executor):
             blocks=multiprocessors,
             arch=arch or arch_of(self._index),
         )
-        units = sum(extents.units(stage) for stage in dealing.STAGES[:-1])
+        units = sum(extents.units(stage) for stage in decode_plan.STAGES[:-1])
         self.extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
         self.most_lanes = self.extents.most_rows
-        self._tapes = record(weights, dealing.plan(self.extents))
+        self._tapes = record(weights, decode_plan.plan(self.extents))
         self._logits: Tensor | None = None
         self._compiler, self._compiling = ThreadPoolExecutor(1, "warpline-compile"), threading.Lock()
         self._decoders: dict[tuple[object, ...], _Decoder] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpline.kernels.dealing import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan
+from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import Weights
 
