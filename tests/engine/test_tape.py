@@ -82,6 +82,42 @@ def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> N
     assert tapes.vectors.numel() == 3 * 4 * 48 + 2 * 48
 
 
+@pytest.mark.parametrize(("cluster", "blocks", "dtype"), [(8, 32, "fp16"), (8, 24, "fp32"), (4, 40, "bf16")])
+def test_clusters_find_their_heads_weights(cluster: int, blocks: int, dtype: str) -> None:
+    """Of query, key and value some outputs each; of the out-projection some outputs, for the inputs of the head."""
+    weights = load("random:n_layer=2,n_head=3,n_embd=192,n_positions=64,vocab_size=203", dtype=dtype)
+    extents = Extents(dtype, 192, 768, 3, 2, 203, 1, 132, "sm_90").in_clusters(cluster, blocks)
+    assert extents is not None
+    made = plan(extents)
+    tapes = record(weights, made)
+    tape = tapes.tape.view(weights.tensors["wte.weight"].dtype).float()
+    size, own, share = extents.tile_inputs, 64 // cluster, 192 // cluster
+    for layer in range(2):
+        qkv = weights.tensors[f"h.{layer}.attn.c_attn.weight"].float()
+        found = read(tape, made, "qkv", layer)
+        for block in range(3 * cluster):
+            first = made.first["qkv"][block] * UNIT
+            rows = [which * 192 + block * own + i for which in range(3) for i in range(own)]
+            assert torch.equal(found[first : first + 3 * own, :192], qkv[rows])
+            line = tapes.lines[layer, first : first + 3 * own, 0]
+            gamma = weights.tensors[f"h.{layer}.ln_1.weight"].float()
+            torch.testing.assert_close(line, qkv[rows] @ gamma, rtol=1e-4, atol=1e-4)
+        out, expected = torch.zeros(192, 192), weights.tensors[f"h.{layer}.attn.c_proj.weight"].float()
+        for block in range(3 * cluster):
+            head, rank = divmod(block, cluster)
+            step = made.tape[block] + layer * made.layer_steps(block) + made.block_steps("qkv", block)
+            for unit in range(share // UNIT):
+                for i in range(64 // size):
+                    at = tape[step + unit // made.warps * (64 // size) + i, unit % made.warps]
+                    row, column = rank * share + unit * UNIT, head * 64 + i * size
+                    out[row : row + UNIT, column : column + size] = lanes(at, size)
+        assert torch.equal(out, expected)
+        for stage in ("fc", "proj"):
+            matrix = weights.tensors[f"h.{layer}.{NAMES[stage]}.weight"].float()
+            assert torch.equal(read(tape, made, stage, layer)[: len(matrix), : matrix.shape[1]], matrix)
+    assert min(made.units["fc"]) > 0
+
+
 @pytest.mark.parametrize("blocks", [1, 5, 40])
 def test_codes_and_their_bounds_are_where_the_kernel_reads_them(blocks: int) -> None:
     weights = load("random:n_layer=1,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype="fp16")

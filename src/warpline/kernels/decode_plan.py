@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import ARCH_LIMITS, arch_number
@@ -21,8 +21,8 @@ STAGES = ("qkv", "out", "fc", "proj", "head")
 #: measured on an H200 with gpt2 and gpt2-xl. Other models are on the line through both, none below gpt2. 150 more or
 #: less hardly matter, but none at all cost gpt2 7 % of a token, and gpt2's cost gpt2-xl 2.5 %.
 PAUSES = {
-    107: {"ROWS": 350, "HEADS": 950, "MIDDLE": 300, "HIDDEN": 800},
-    484: {"ROWS": 2500, "HEADS": 3500, "MIDDLE": 1200, "HIDDEN": 1600},
+    107: {"ROWS": 350, "HEADS": 950, "MIDDLE": 300, "HIDDEN": 800, "SUMS": 300, "IDLE": 2500},
+    484: {"ROWS": 2500, "HEADS": 3500, "MIDDLE": 1200, "HIDDEN": 1600, "SUMS": 300, "IDLE": 5000},
 }
 
 
@@ -46,6 +46,7 @@ class Extents:
     warps: int = 0  # 0: as many as divide the work best
     splits: int = 11  # parts of a context at most,
     span: int = 96  # of so many positions at least
+    cluster: int = 1  # blocks that share a head and its shared memory; 1: every exchange goes through L2
 
     @property
     def shared_bytes(self) -> int:
@@ -72,6 +73,33 @@ class Extents:
     def screened(self) -> bool:
         """Whether only logits are computed that can be the largest: where nothing else is asked of the others."""
         return not (self.logits or self.filters)
+
+    def in_clusters(self, size: int, room: int) -> Extents | None:
+        """The same with attention in clusters of `size`, where the GPU runs `room` blocks at the same time; none if a
+        head does not go into as many equal parts, or there are too few clusters for the heads. Every block has a unit
+        of FC, because that is what everybody contributes to a layer."""
+        depth, padded = self.width // self.heads, -(-self.tiles("qkv") // best_warps(self)) * best_warps(self)
+        blocks = min(room, self.units("fc")) // size * size
+        even = depth % (UNIT * size) == 0 and self.width % (UNIT * size) == 0 and depth % self.tile_inputs == 0
+        middle = padded * self.tile_inputs + 4 * self.width // DTYPE_BYTES[self.dtype]  # MIDDLE_COLUMN of layout.cuh
+        if not even or self.heads * size > blocks or middle > self.inner:
+            return None
+        return replace(self, blocks=blocks, cluster=size)
+
+    @property
+    def layer_kilobytes(self) -> float:
+        """What each block streams of a layer, about."""
+        weights = sum(self.inputs[stage] * self.outputs[stage] for stage in STAGES[:-1])
+        return weights * DTYPE_BYTES[self.dtype] / self.blocks / 1000
+
+    def has_head(self, block: int) -> bool:
+        """Whether it attends, where a cluster has a head."""
+        return block < self.heads * self.cluster
+
+    @property
+    def out_share(self) -> int:
+        """Units of the out-projection that a block of each cluster has, for the head of its cluster."""
+        return self.width // (UNIT * self.cluster)
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -112,8 +140,16 @@ class Plan:
         return -(-self.extents.tiles(stage) // self.warps)
 
     def block_steps(self, stage: str, block: int) -> int:
-        """Steps of a block's part of a layer's stage."""
+        """Steps of a block's part of a layer's stage. In clusters a unit of the out-projection goes whole to a warp."""
+        e = self.extents
+        if stage == "out" and e.cluster > 1:
+            return self.head_tiles * -(-e.out_share // self.warps) if e.has_head(block) else 0
         return self.steps_of(stage) * self.units[stage][block]
+
+    @property
+    def head_tiles(self) -> int:
+        """Tiles that the inputs of one head are."""
+        return self.extents.width // (self.extents.heads * self.extents.tile_inputs)
 
     def head_steps(self, block: int) -> int:
         """Steps of a block's part of the LM head, whose units go whole to a warp."""
@@ -176,15 +212,18 @@ def plan(extents: Extents) -> Plan:
     more of a stage than to others. Every block has something to do in every layer."""
     warps, blocks = best_warps(extents), extents.blocks
     made = Plan(extents, warps, {}, {})
-    load = [0] * blocks
-    counts: dict[str, list[int]] = {}
-    for stage in ("proj", "out", "qkv", "fc"):
+    counts, first = _in_clusters(extents) if extents.cluster > 1 else ({}, {})
+    made.units.update(counts)
+    load = [sum(made.block_steps(stage, b) for stage in counts) for b in range(blocks)]
+    for stage in (stage for stage in ("proj", "out", "qkv", "fc") if stage not in counts):
         cost, units = made.steps_of(stage), extents.units(stage)
-        most = -(-units // blocks) + (stage in ("fc", "out"))
-        counts[stage] = [0] * blocks
+        most = -(-units // blocks) + (stage in ("fc", "out") and extents.cluster == 1)
+        least = int(stage == "fc" and extents.cluster > 1)
+        counts[stage] = [least] * blocks
+        load = [before + least * cost for before in load]
         waiting = [(load[b], b) for b in range(blocks)]
         heapq.heapify(waiting)
-        for _ in range(units):
+        for _ in range(units - least * blocks):
             _, block = heapq.heappop(waiting)
             counts[stage][block] += 1
             load[block] += cost
@@ -195,8 +234,30 @@ def plan(extents: Extents) -> Plan:
     start = 0
     for stage in STAGES:
         made.units[stage] = counts[stage]
-        made.first[stage] = [sum(counts[stage][:b]) for b in range(blocks)]
+        made.first[stage] = first.get(stage) or [sum(counts[stage][:b]) for b in range(blocks)]
     for b in range(blocks):
         made.tape.append(start)
         start += extents.layers * made.layer_steps(b) + made.head_steps(b) + made.code_steps(b)
     return made
+
+
+def _in_clusters(extents: Extents) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Units of a layer's first two stages where a cluster has a head, and the first of each block: of QKV in the order
+    of `qkv_order`, of the out-projection those whose sums the block adds up, with a head or without."""
+    blocks, depth, share = range(extents.blocks), extents.width // extents.heads, extents.out_share
+    qkv = [3 * depth // (UNIT * extents.cluster) * extents.has_head(b) for b in blocks]
+    first = {"out": [b % extents.cluster * share for b in blocks]}
+    return {"qkv": qkv, "out": [share for _ in blocks]}, first
+
+
+def qkv_order(extents: Extents) -> list[int]:
+    """Units of QKV in the order of blocks: of each of a cluster some of its head's query, then key, then value."""
+    if extents.cluster == 1:
+        return list(range(extents.units("qkv")))
+    each = extents.width // (extents.heads * UNIT * extents.cluster)
+    starts = (
+        which * extents.width // UNIT + block * each
+        for block in range(extents.heads * extents.cluster)
+        for which in range(3)
+    )
+    return [start + i for start in starts for i in range(each)]

@@ -77,15 +77,28 @@ class Module:
         check(status, "asking for cooperative launches")
         if not able:
             raise DeviceError(f"this GPU cannot launch cooperatively, which {self.label} needs: use --executor graph")
-        status, resident = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            self._function, shape.block, shape.shared_bytes
-        )
-        check(status, f"asking how many blocks of {self.label} fit")
-        room = resident * torch.cuda.get_device_properties(self.device).multi_processor_count
+        room = self.resident_blocks(shape)
         if room < shape.grid:
             raise DeviceError(
                 f"{self.label} needs {shape.grid} blocks at once, this GPU holds {room}: use --executor graph"
             )
+
+    def resident_blocks(self, shape: Launch) -> int:
+        """Blocks of this shape that run at the same time on this GPU; in whole clusters, where the program has them."""
+        cuda = driver()
+        if shape.cluster > 1:
+            config = cuda.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = shape.cluster, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = shape.block, 1, 1
+            config.sharedMemBytes = shape.shared_bytes
+            status, clusters = cuda.cuOccupancyMaxActiveClusters(self._function, config)
+            check(status, f"asking how many clusters of {self.label} fit")
+            return int(clusters) * shape.cluster
+        status, resident = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            self._function, shape.block, shape.shared_bytes
+        )
+        check(status, f"asking how many blocks of {self.label} fit")
+        return int(resident) * torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def launch(
         self, shape: Launch, pointers: ctypes.Array[Any], *, cooperative: bool = False, overlapping: bool = False

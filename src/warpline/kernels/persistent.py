@@ -7,6 +7,7 @@ extents as constants, the arguments as a struct.
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +71,10 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("fault", "int*"),
     ("stamps", "unsigned long long*"),
     ("patience", "unsigned long long"),
+    ("layer_stride", "long long"),
     ("count", "int"),
     ("tag", "unsigned"),
     ("batch", "int"),
-    ("cache_rows", "int"),
     ("capacity", "int"),
     ("window", "int"),
     ("eos", "int"),
@@ -83,6 +84,7 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
 )
 _CTYPES: dict[str, Any] = {
     "unsigned long long": ctypes.c_ulonglong,
+    "long long": ctypes.c_longlong,
     "int": ctypes.c_int,
     "unsigned": ctypes.c_uint,
     "float": ctypes.c_float,
@@ -136,6 +138,7 @@ class DecodeProgram:
             "BLOCKS": e.blocks,
             "SPLITS": e.splits,
             "SPAN": e.span,
+            "CLUSTER": e.cluster,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
             "CHOICE_TURNS": CHOICE_TURNS,
@@ -162,11 +165,34 @@ class DecodeProgram:
                 f"static_assert(warpline::TileSums<Model::T, {e.rows}>::INPUTS == {e.tile_inputs});",
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',
+                *((f"__cluster_dims__({e.cluster}, 1, 1)",) if e.cluster > 1 else ()),
                 f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",
                 "    warpline::Decode<Model>::launch(arguments);",
                 "}\n",
             ]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Clusters:
+    """A kernel that does nothing, in clusters of `size` blocks."""
+
+    size: int
+    name, entry, label = "clusters", "warpline_clusters", "a kernel in clusters"
+
+    def translation_unit(self) -> str:
+        """The CUDA C++."""
+        return f'extern "C" __global__ void __cluster_dims__({self.size}, 1, 1) {self.entry}() {{}}\n'
+
+
+@functools.cache
+def resident_in_clusters(size: int, device: int, arch: str, shared_bytes: int) -> int:
+    """Blocks that run at the same time in clusters of `size`, each with so much shared memory: fewer than there are
+    multiprocessors, which are not everywhere eight, or four, side by side."""
+    from warpline.kernels import launch
+
+    module = launch.Module(_Clusters(size), device, arch, shared_bytes)
+    return module.resident_blocks(Launch(size, THREADS_PER_WARP, shared_bytes, size))
 
 
 class DecodeKernel:
@@ -179,7 +205,8 @@ class DecodeKernel:
 
         self.program, self.device = program, device
         self._module = launch.Module(program, device, program.extents.arch, program.extents.shared_bytes)
-        self._shape = Launch(program.extents.blocks, program.threads, program.extents.shared_bytes)
+        extents = program.extents
+        self._shape = Launch(extents.blocks, program.threads, extents.shared_bytes, extents.cluster)
         self._module.require_cooperation(self._shape)
         count = self._module.read_int("warpline_decode_words")
         self.words = torch.zeros(count, dtype=torch.int64, device=device)
@@ -204,6 +231,7 @@ class DecodeKernel:
             "end": (e.width, torch.float32),
         }
         turn = sum(e.rows * words for words, _ in shapes.values())
+        turn += e.rows * e.heads * e.width if e.cluster > 1 else 0  # sums of heads
         payload = self.words.view(torch.int32)[::2]  # the lower halves
         found = {}
         for layer in range(e.layers):

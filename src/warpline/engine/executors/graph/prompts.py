@@ -289,7 +289,8 @@ class _Memory:
             columns = {"in": width, "middle": width, "qkv": 3 * width, "hidden": weights.config.inner}
             columns |= dict.fromkeys(("attention", "normal", "product"), width)
             like = weights.tensors["wte.weight"]
-            self._rooms[size] = {name: like.new_empty(size, count) for name, count in columns.items()}
+            # Products read the rows that a pass has no tokens for.
+            self._rooms[size] = {name: like.new_zeros(size, count) for name, count in columns.items()}
         return self._rooms[size]
 
     def of_ends(self, weights: Weights, slots: Slots, count: int) -> dict[str, Tensor]:
@@ -297,7 +298,7 @@ class _Memory:
         if count not in self._ends:
             config, like = weights.config, weights.tensors["wte.weight"]
             names = ("attention", "in", "middle", "out", "out.normal")
-            rows = {f"last.{name}": like.new_empty(count, config.n_embd) for name in names}
+            rows = {f"last.{name}": like.new_zeros(count, config.n_embd) for name in names}
             found = {**block_parameters(weights, count), **head_parameters(weights, count), **of_slots(slots, count)}
             found |= rows | companions(weights, {name: rows[name] for name in ("last.middle", "last.out")})
             found |= {"last.hidden": like.new_empty(count, config.inner), "logits": room_for_logits(weights, count)}

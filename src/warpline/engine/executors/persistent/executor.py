@@ -31,6 +31,9 @@ from warpline.model.weights import Weights
 
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
+#: Blocks that share a head, on GPUs whose blocks can, and how many kilobytes of a layer each of them may have for that
+#: to pay: `stories` with 12 takes 53.7 µs a token instead of 56.3, gpt2 with 107 takes 105 instead of 102.
+CLUSTER, CLUSTER_ARCHS, CLUSTER_KILOBYTES = 8, ("sm_90",), 60
 
 
 @dataclass(eq=False, slots=True)
@@ -58,8 +61,11 @@ class PersistentExecutor(Executor):
         dtype: str,
         *,
         arch: str | None = None,
+        cluster: int | None = None,
         prompts: Prompts | None = None,
     ):
+        """`arch` is what is compiled for, if not this GPU; `cluster` how many blocks share a head, if not what is best
+        here."""
         super().__init__(weights, device, dtype)
         if device.type != "cuda":
             raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor cpu here")
@@ -91,7 +97,10 @@ class PersistentExecutor(Executor):
             arch=arch or arch_of(self._index),
         )
         units = sum(extents.units(stage) for stage in decode_plan.STAGES[:-1])
-        self.extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
+        extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
+        if cluster is None:
+            cluster = CLUSTER if extents.layer_kilobytes < CLUSTER_KILOBYTES else 1
+        self.extents = self._in_clusters(extents, cluster)
         self.most_lanes = self.extents.most_rows
         self._tapes = record(weights, decode_plan.plan(self.extents))
         self._logits: Tensor | None = None
@@ -99,6 +108,13 @@ class PersistentExecutor(Executor):
         self._decoders: dict[tuple[object, ...], _Decoder] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self._stamps: Tensor | None = None
+
+    def _in_clusters(self, extents: decode_plan.Extents, size: int) -> decode_plan.Extents:
+        """With a head to each cluster of `size` blocks, if the model and the GPU allow it."""
+        if size == 1 or extents.arch not in CLUSTER_ARCHS:
+            return extents
+        room = persistent.resident_in_clusters(size, self._index, extents.arch, extents.shared_bytes)
+        return extents.in_clusters(size, room) or extents
 
     def prepare(self, slots: Slots, lanes: Sequence[int]) -> None:
         """Compile and load what decodes these lanes; an error says why this GPU cannot."""
@@ -241,7 +257,7 @@ class PersistentExecutor(Executor):
         config = self.config
         return {
             "batch": 1,
-            "cache_rows": slots.count + 1,
+            "layer_stride": slots.cache.k.stride(0),
             "capacity": slots.capacity,
             "window": config.window or 0,
             "eos": config.eos_number,

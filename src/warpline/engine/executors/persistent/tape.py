@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan
+from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan, qkv_order
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import Weights
 
@@ -40,31 +40,33 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     some = tensors["wte.weight"]
     tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=some.device)
     strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)])
+    strides = strides.to(some.device)
+    order = torch.tensor(qkv_order(extents), device=some.device)
     for stage, name in _MATRICES.items():
-        places = _places(plan, stage).to(some.device)
-        owner = torch.repeat_interleave(torch.arange(extents.blocks), torch.tensor(plan.units[stage]))
-        stride = strides[owner].to(some.device)[:, None]  # [unit, 1]: from one layer to the next
+        place = _places_by_head if stage == "out" and extents.cluster > 1 else _places
+        owner, step, warp = (index.to(some.device) for index in place(plan, stage))  # [unit, tile]
         for layer in range(extents.layers):
-            count = plan.steps_of(stage) * plan.warps
-            found = tiles(tensors[f"h.{layer}.{name}"], plan, count).view(torch.uint8)  # [unit, warp · step, byte]
-            tape[places + layer * stride] = found.unflatten(1, (plan.warps, -1)).transpose(1, 2)
+            found = tiles(tensors[f"h.{layer}.{name}"], plan, step.shape[1]).view(torch.uint8)  # [unit, tile, byte]
+            tape[step + layer * strides[owner], warp] = found[order] if stage == "qkv" else found
     head = tensors[f"{weights.head}.weight"]
     _deal(tape, plan, tiles(head, plan, extents.tiles("head")).view(torch.uint8), CODE_UNIT // UNIT, 0)
     _deal(tape, plan, code_tiles(Screen.of(head)), 1, 1)
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
-    lines = torch.stack([_lines(tensors, f"h.{layer}.") for layer in range(extents.layers)])
+    by_output = (order[:, None] * UNIT + torch.arange(UNIT, device=some.device)).flatten()
+    lines = torch.stack([_lines(tensors, f"h.{layer}.", by_output) for layer in range(extents.layers)])
     return Tapes(tape, vectors, lines, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
 
 
-def _lines(tensors: dict[str, Tensor], h: str) -> Tensor:
-    """[output, 2]: weight · gamma, and weight · beta + bias."""
+def _lines(tensors: dict[str, Tensor], h: str, order: Tensor) -> Tensor:
+    """[output, 2]: weight · gamma, and weight · beta + bias; those of QKV in the order of the tape."""
     found = []
     for norm, name in _NORMAL_PRODUCTS:
         weight, bias = tensors[f"{h}{name}.weight"].double(), tensors[f"{h}{name}.bias"].double()
         affine = torch.stack([tensors[f"{h}{norm}.{part}"].double() for part in ("weight", "bias")], dim=1)
         found.append(weight @ affine + torch.stack([torch.zeros_like(bias), bias], dim=1))
-    return torch.cat(found).float()
+    qkv, fc = found
+    return torch.cat([qkv[order[order < len(qkv)]], fc]).float()
 
 
 def tiles(matrix: Tensor, plan: Plan, count: int) -> Tensor:
@@ -93,13 +95,33 @@ def code_tiles(screen: Screen) -> Tensor:
     return torch.cat([codes.view(torch.uint8), known.flatten(1)[:, None].contiguous().view(torch.uint8)], dim=1)
 
 
-def _places(plan: Plan, stage: str) -> Tensor:
-    """Where in the tape each unit's steps go, in the first layer: [unit, step]."""
-    rows, steps = [], torch.arange(plan.steps_of(stage))
-    for block in range(plan.extents.blocks):
-        start = plan.tape[block] + sum(plan.block_steps(s, block) for s in STAGES[: STAGES.index(stage)])
-        rows.append(start + torch.arange(plan.units[stage][block])[:, None] * len(steps) + steps)
-    return torch.cat(rows)
+def _places(plan: Plan, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Where in the tape each tile of a unit goes, in the first layer: block, step and warp, [unit, tile]. Neighbouring
+    tiles are a warp's."""
+    steps = plan.steps_of(stage)
+    owner = torch.repeat_interleave(torch.arange(plan.extents.blocks), torch.tensor(plan.units[stage]))[:, None]
+    unit = torch.arange(len(owner))[:, None] - torch.tensor(plan.first[stage])[owner]
+    tile = torch.arange(steps * plan.warps)
+    step = _begin(plan, stage)[owner] + unit * steps + tile % steps
+    return owner, step, (tile // steps).expand_as(step)
+
+
+def _places_by_head(plan: Plan, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where a cluster has the inputs of a head, and each of its blocks some of the units, which go whole to
+    its warps in turn."""
+    extents, tiles = plan.extents, plan.head_tiles
+    unit, tile = torch.arange(extents.units(stage))[:, None], torch.arange(extents.tiles(stage))
+    owner, own = tile // tiles * extents.cluster + unit // extents.out_share, unit % extents.out_share
+    step = _begin(plan, stage)[owner] + own // plan.warps * tiles + tile % tiles
+    return owner, step, (own % plan.warps).expand_as(step)
+
+
+def _begin(plan: Plan, stage: str) -> Tensor:
+    """The step with which each block begins a stage in the first layer."""
+    before = STAGES[: STAGES.index(stage)]
+    return torch.tensor(
+        [start + sum(plan.block_steps(s, block) for s in before) for block, start in enumerate(plan.tape)]
+    )
 
 
 def _deal(tape: Tensor, plan: Plan, found: Tensor, each: int, which: int) -> None:

@@ -1,11 +1,13 @@
 // Attention of one query over a part of its KV cache, by one block on whose every cycle all others wait.
 //
-// The idea: each warp has eight positions at a time, whose keys and values it copies into shared memory before the query is
-// there, and keeps a softmax of its own; the warps are merged once, at the end. On tensor cores the query is the first
-// operand, in every row, so that each lane ends with the scores that it needs as weights for the values, and nothing is
-// exchanged between lanes but the maximum. The newest key and value come with the query; they are not in the cache yet.
+// The idea: each warp has eight positions at a time, whose keys and values it has in registers before the query is there, and
+// keeps a softmax of its own; the warps are merged once, at the end. On tensor cores the query is the first operand, in every
+// row, so that each lane ends with the scores that it needs as weights for the values, and nothing is exchanged between lanes but
+// the maximum. The newest key and value come with the query; the last warp sees to them, alone, because a softmax over one
+// position is its value.
 // Traffic: keys and values once.
-// Tried and lost: the lanes of ops/decode_attention.cuh, in ordinary arithmetic: 1,100 instructions, 4,400 cycles.
+// Tried and lost: the lanes of ops/decode_attention.cuh, in ordinary arithmetic: 1,100 instructions, 4,400 cycles; merging only
+// the warps that have positions, in a loop (attention with the merge: 2,950 cycles instead of 2,590).
 #pragma once
 #include "online.cuh"
 #include "persistent/exchange.cuh"
@@ -18,64 +20,97 @@ struct Part {
     int row, head, split, from, to, end;
 
     __device__ __forceinline__ bool has_newest() const { return from < to && to == end; }
+    __device__ __forceinline__ int cached() const { return min(to, end - 1); }  // what is in the cache ends here
 };
 
 template <typename T, int DEPTH, int WARPS>
 class PartAttention {
     static constexpr int KEYS = 8, AT_ONCE = WARPS * KEYS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
     static constexpr int PITCH = DEPTH + CHUNK;  // rows on different banks
-    static constexpr int COPIES = ceil_div(KEYS * VECTORS, WARP);
-    static_assert(VECTORS <= WARP, "one warp brings the newest key and value, a vector to a lane");
+    static constexpr int COPIES = ceil_div(KEYS * VECTORS, WARP), QUADS = ceil_div(VECTORS, 4), COLUMNS = DEPTH / 16;
+    static constexpr int NEWEST = WARPS;  // whose result is behind those of the warps
 
    public:
     struct Shared {
         alignas(16) T keys[WARPS][KEYS * PITCH];
         alignas(16) T values[WARPS][KEYS * PITCH];
-        alignas(16) float largest[WARPS], sums[WARPS];
-        alignas(16) float out[WARPS][DEPTH];
+        alignas(16) float largest[WARPS + 1], sums[WARPS + 1];
+        alignas(16) float out[WARPS + 1][DEPTH];
     };
+
+    // Vectors lane % 4, lane % 4 + 4, ... of the query; for the last warp vector `lane` of the newest key and value.
+    struct Newest {
+        Bits q[QUADS], k, v;
+    };
+
+    // A warp's eight positions, as the products take them.
+    struct Loaded {
+        Bits k[QUADS];
+        unsigned v[ceil_div(COLUMNS, 2)][4];
+    };
+
+    static __device__ __forceinline__ bool sees_to_newest() { return thread_index() / WARP == WARPS - 1; }
 
    private:
     // This warp's eight positions from `first` on.
-    static __device__ __forceinline__ void copy(Shared& s, const T* keys, const T* values, int first, int to, int newest) {
+    static __device__ __forceinline__ void copy(Shared& s, const T* keys, const T* values, int first, int to) {
         const int thread = thread_index(), warp = thread / WARP;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int chunk = thread % WARP + i * WARP, row = chunk / VECTORS, column = chunk % VECTORS * CHUNK;
             if (COPIES * WARP > KEYS * VECTORS && row >= KEYS) continue;
-            const int position = first + row;
-            const bool inside = position < to && position != newest;
-            const long long at = inside ? position * DEPTH + column : 0;
+            const bool inside = first + row < to;
+            const long long at = inside ? (first + row) * DEPTH + column : 0;
             copy_async(s.keys[warp] + row * PITCH + column, keys + at, inside);
             copy_async(s.values[warp] + row * PITCH + column, values + at, inside);
         }
         end_copy_group();
     }
 
+    // Vectors that there are not count for nothing.
+    static __device__ __forceinline__ void blank(Bits (&q)[QUADS]) {
+        if (VECTORS % 4 != 0 && (QUADS - 1) * 4 + thread_index() % 4 >= VECTORS) q[QUADS - 1] = {};
+    }
+
    public:
     // Starts copying what is in the cache. `keys` and `values`: of the sequence and head, position 0.
     static __device__ __forceinline__ void begin(Shared& s, const T* keys, const T* values, const Part& part) {
-        copy(s, keys, values, part.from + thread_index() / WARP * KEYS, part.to, part.end - 1);
+        copy(s, keys, values, part.from + thread_index() / WARP * KEYS, part.cached());
     }
 
-    // `posted` is where the query, the newest key and the newest value are exchanged, `apart` from each other, under `tag`.
-    // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e). Returns whether this warp has the
-    // newest key and value and still has to `keep` them.
-    static __device__ __forceinline__ bool run(Shared& s, T* keys, T* values, const Part& part, float factor,
-                                               const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
-        const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP, newest = part.end - 1 - part.from;
-        const bool brings = part.has_newest() && newest / KEYS % WARPS == warp, at_once = newest < AT_ONCE;
-        constexpr int QUADS = ceil_div(VECTORS, 4), AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2, PAIRS = 2 * AT_ONCE_QUADS;
-        Bits q[QUADS];
+    // What was copied, into registers.
+    static __device__ __forceinline__ void load(Loaded& loaded, const Shared& s) {
+        wait_for_copies<0>();
+        __syncwarp();
+        if constexpr (sizeof(T) == 2) {
+            const int lane = thread_index() % WARP, warp = thread_index() / WARP;
+#pragma unroll
+            for (int i = 0; i < QUADS; ++i) {
+                loaded.k[i] = {};
+                if (i * 4 + lane % 4 < VECTORS) loaded.k[i] = *reinterpret_cast<const Bits*>(s.keys[warp] + lane / 4 * PITCH + (i * 4 + lane % 4) * CHUNK);
+            }
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i += 2) {
+                // Matrix m is columns 8 (2i + m) of the eight positions; where there are fewer columns, the last ones again.
+                const int column = min(2 * i + lane / 8, 2 * COLUMNS - 1) * 8;
+                load_matrices_transposed(loaded.v[i / 2], s.values[warp] + lane % 8 * PITCH + column);
+            }
+        }
+    }
+
+    // The query from words: `posted` is where it, the newest key and the newest value are exchanged, `apart` from each other.
+    static __device__ __forceinline__ void take(Newest& newest, bool all, const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
+        constexpr int AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2, PAIRS = 2 * AT_ONCE_QUADS;
+        const int lane = thread_index() % WARP;
 #pragma unroll
         for (int first = 0; first < QUADS; first += AT_ONCE_QUADS) {
-            // Pairs of the query, and with the first of them those of the newest key and value: sixteen bytes to a lane.
+            // Pairs of the query, and with the first of them those of the newest key and value.
             const auto place = [&](int i) {
                 if (i < PAIRS) return posted + 4 * min((first + i / 2) * 4 + lane % 4, VECTORS - 1) + i % 2 * 2;
                 return posted + (1 + (i - PAIRS) / 2) * apart + 4 * min(lane, VECTORS - 1) + i % 2 * 2;
             };
             Pair pair[PAIRS + 4];
-            const int needed = first == 0 && brings ? PAIRS + 4 : PAIRS;
+            const int needed = first == 0 && all ? PAIRS + 4 : PAIRS;
 #pragma unroll
             for (int i = 0; i < PAIRS + 4; ++i) {
                 if (i < needed) pair[i].load(place(i));
@@ -86,115 +121,171 @@ class PartAttention {
             };
 #pragma unroll
             for (int i = 0; i < AT_ONCE_QUADS; ++i) {
-                if (first + i >= QUADS) continue;
-                const Bits found = bits(2 * i);
-                q[first + i] = {};
-                if ((first + i) * 4 + lane % 4 >= VECTORS) continue;
-                if constexpr (sizeof(T) == 2) q[first + i] = {found.at[0], found.at[2], found.at[1], found.at[3]};  // see on_tensor_cores
-                else q[first + i] = found;
+                if (first + i < QUADS) newest.q[first + i] = bits(2 * i);
             }
-            if (first > 0) continue;
-            wait_for_copies<0>();
-            if (brings && lane < VECTORS) {
-                const Bits k = bits(PAIRS), v = bits(PAIRS + 2);
-                if (at_once) {
-                    const int at = newest % KEYS * PITCH + lane * CHUNK;
-                    *reinterpret_cast<Bits*>(s.keys[warp] + at) = k;
-                    *reinterpret_cast<Bits*>(s.values[warp] + at) = v;
-                } else {  // it will be copied like the others
-                    reinterpret_cast<Bits*>(keys + (part.end - 1) * DEPTH)[lane] = k;
-                    reinterpret_cast<Bits*>(values + (part.end - 1) * DEPTH)[lane] = v;
-                    __threadfence();
-                }
+            if (first == 0 && all) {
+                newest.k = bits(PAIRS);
+                newest.v = bits(PAIRS + 2);
             }
         }
+        blank(newest.q);
+    }
+
+    // The same from shared memory: query, key and value DEPTH apart.
+    static __device__ __forceinline__ void take(Newest& newest, bool all, const T* there) {
+        const int lane = thread_index() % WARP;
+        const auto* vectors = reinterpret_cast<const Bits*>(there);
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) newest.q[i] = vectors[min(i * 4 + lane % 4, VECTORS - 1)];
+        if (all) {
+            newest.k = vectors[VECTORS + min(lane, VECTORS - 1)];
+            newest.v = vectors[2 * VECTORS + min(lane, VECTORS - 1)];
+        }
+        blank(newest.q);
+    }
+
+    // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e).
+    static __device__ __forceinline__ void run(Shared& s, const T* keys, const T* values, const Part& part, float factor, Loaded& loaded, const Newest& newest) {
+        const int warp = thread_index() / WARP;
+        int first = part.from + warp * KEYS;
         OnlineSoftmax softmax;
-        float out[DEPTH / 16][4] = {};
-        const T *k = s.keys[warp], *v = s.values[warp];
-#pragma unroll 1
-        for (int first = part.from + warp * KEYS;; first += AT_ONCE) {
-            __syncwarp();
-            if constexpr (sizeof(T) == 2) {
-                on_tensor_cores(q, k, v, first, part.to, factor, softmax, out);
-            } else {
-                in_ordinary_arithmetic(q, k, v, first, part.to, factor, softmax, out);
-            }
-            if (first + AT_ONCE - warp * KEYS >= part.to) break;
-            __syncwarp();
-            copy(s, keys, values, first + AT_ONCE, part.to, -1);
-            wait_for_copies<0>();
+        float out[COLUMNS][4] = {};
+        Bits q[QUADS];
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            const Bits& its = newest.q[i];
+            q[i] = sizeof(T) == 2 ? Bits{its.at[0], its.at[2], its.at[1], its.at[3]} : its;  // see on_tensor_cores
         }
+        if (first < part.cached()) {
+            while (true) {
+                if constexpr (sizeof(T) == 2) {
+                    on_tensor_cores(q, loaded, first, part.cached(), factor, softmax, out);
+                } else {
+                    in_ordinary_arithmetic(q, s.keys[warp], s.values[warp], first, part.cached(), factor, softmax, out);
+                }
+                first += AT_ONCE;
+                if (first >= part.cached()) break;
+                __syncwarp();
+                copy(s, keys, values, first, part.cached());
+                load(loaded, s);
+            }
+        }
+        leave(s, warp, softmax, out);
+        if (sees_to_newest()) leave_newest(s, part.has_newest(), factor, newest);
+        sync_threads<WARPS * WARP>();
+    }
+
+    // Puts the newest key and value into the cache, for the next token: when nobody waits for this block any more.
+    static __device__ __forceinline__ void keep(const Newest& newest, T* keys, T* values, int position) {
+        const int lane = thread_index() % WARP;
+        if (lane >= VECTORS) return;
+        reinterpret_cast<Bits*>(keys + position * DEPTH)[lane] = newest.k;
+        reinterpret_cast<Bits*>(values + position * DEPTH)[lane] = newest.v;
+    }
+
+    // What a block's result weighs: 2^largest * sum.
+    struct Weight {
+        float largest, sum;
+    };
+
+    // PER columns of the block's result from `column` on, not divided by its sum.
+    template <int PER>
+    static __device__ __forceinline__ Weight merge(const Shared& s, const Part& part, int column, float (&value)[PER]) {
+        constexpr int FEW = 3;  // as many have a short context, and as few are merged sooner
+        if (WARPS > FEW && part.cached() - part.from <= FEW * KEYS) return merge_first<FEW>(s, column, value);
+        return merge_first<WARPS>(s, column, value);
+    }
+
+   private:
+    template <int COUNT, int PER>
+    static __device__ __forceinline__ Weight merge_first(const Shared& s, int column, float (&value)[PER]) {
+        float largest = s.largest[NEWEST], sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) largest = fmaxf(largest, s.largest[i]);
+#pragma unroll
+        for (int j = 0; j < PER; ++j) value[j] = 0.f;
+#pragma unroll
+        for (int i = 0; i <= COUNT; ++i) {
+            const int which = i < COUNT ? i : NEWEST;
+            const float share = exp2_approx(s.largest[which] - largest);
+            sum = fmaf(share, s.sums[which], sum);
+            const auto its = *reinterpret_cast<const Vec<float, PER>*>(s.out[which] + column);
+#pragma unroll
+            for (int j = 0; j < PER; ++j) value[j] = fmaf(share, its.at[j], value[j]);
+        }
+        return {largest, sum};
+    }
+
+    static __device__ __forceinline__ void leave(Shared& s, int warp, const OnlineSoftmax& softmax, const float (&out)[COLUMNS][4]) {
+        const int lane = thread_index() % WARP;
         if (lane == 0) {
             s.largest[warp] = softmax.largest;
             s.sums[warp] = softmax.sum;
         }
         if constexpr (sizeof(T) == 2) {
-            if (lane % 4 == 0) {
+            if (lane % 4 != 0) return;
 #pragma unroll
-                for (int i = 0; i < DEPTH / 16; ++i) {
-                    s.out[warp][i * 16 + lane / 4] = out[i][0];
-                    s.out[warp][i * 16 + 8 + lane / 4] = out[i][2];
-                }
+            for (int i = 0; i < COLUMNS; ++i) {
+                s.out[warp][i * 16 + lane / 4] = out[i][0];
+                s.out[warp][i * 16 + 8 + lane / 4] = out[i][2];
             }
         } else {
-            if (lane < 4) {
+            if (lane >= 4) return;
 #pragma unroll
-                for (int i = 0; i < DEPTH / 16; ++i) {
-                    *reinterpret_cast<Vec<float, 4>*>(s.out[warp] + i * 16 + lane * 4) = {out[i][0], out[i][1], out[i][2], out[i][3]};
-                }
+            for (int i = 0; i < COLUMNS; ++i) {
+                *reinterpret_cast<Vec<float, 4>*>(s.out[warp] + i * 16 + lane * 4) = {out[i][0], out[i][1], out[i][2], out[i][3]};
             }
         }
-        sync_threads<WARPS * WARP>();
-        return brings && at_once;
     }
 
-    // Puts the newest key and value into the cache, for the next token: when nobody waits for this block any more.
-    static __device__ __forceinline__ void keep(const Shared& s, T* keys, T* values, const Part& part) {
-        const int warp = thread_index() / WARP, lane = thread_index() % WARP, newest = part.end - 1;
-        if (lane >= VECTORS) return;
-        const int at = (newest - part.from) % KEYS * PITCH + lane * CHUNK;
-        reinterpret_cast<Bits*>(keys + newest * DEPTH)[lane] = *reinterpret_cast<const Bits*>(s.keys[warp] + at);
-        reinterpret_cast<Bits*>(values + newest * DEPTH)[lane] = *reinterpret_cast<const Bits*>(s.values[warp] + at);
-    }
-
-    // PER columns of the block's result from `column` on; returns the logarithm (base 2) of what it weighs.
-    template <int PER>
-    static __device__ __forceinline__ float merge(const Shared& s, int column, float (&value)[PER]) {
-        float largest = LOWEST, sum = 0.f;
+    static __device__ __forceinline__ void unpack(const Bits& bits, float (&value)[CHUNK]) {
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, s.largest[warp]);
+        for (int i = 0; i < 4; ++i) {
+            const unsigned its = bits.at[i];
+            const auto& elements = reinterpret_cast<const Vec<T, CHUNK / 4>&>(its);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) value[j] = 0.f;
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) {
-            const float share = exp2_approx(s.largest[warp] - largest);
-            sum = fmaf(share, s.sums[warp], sum);
-            const auto its = *reinterpret_cast<const Vec<float, PER>*>(s.out[warp] + column);
-#pragma unroll
-            for (int j = 0; j < PER; ++j) value[j] = fmaf(share, its.at[j], value[j]);
+            for (int j = 0; j < CHUNK / 4; ++j) value[i * (CHUNK / 4) + j] = to_float(elements.at[j]);
         }
-        const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f;
-#pragma unroll
-        for (int j = 0; j < PER; ++j) value[j] *= inverse;
-        return sum > 0.f ? largest + __log2f(sum) : LOWEST;
     }
 
-   private:
+    // The newest position by itself: its weight is 1.
+    static __device__ __forceinline__ void leave_newest(Shared& s, bool there, float factor, const Newest& newest) {
+        const int lane = thread_index() % WARP;
+        float q[CHUNK], k[CHUNK], v[CHUNK], score = 0.f;
+        unpack(newest.k, k);
+        unpack(newest.v, v);
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {  // all of them, because to choose one is to have it in memory
+            float its = 0.f;
+            unpack(newest.q[i], q);
+#pragma unroll
+            for (int j = 0; j < CHUNK; ++j) its = fmaf(q[j], k[j], its);
+            if (there && lane / 4 == i && lane < VECTORS) score = its;
+        }
+#pragma unroll
+        for (int other = 1; other < VECTORS; other *= 2) score += __shfl_xor_sync(0xffffffffu, score, other);
+        if (lane < VECTORS) {
+#pragma unroll
+            for (int j = 0; j < CHUNK; ++j) s.out[NEWEST][lane * CHUNK + j] = there ? v[j] : 0.f;
+        }
+        if (lane == 0) {
+            s.largest[NEWEST] = there ? score * factor : LOWEST;
+            s.sums[NEWEST] = there ? 1.f : 0.f;
+        }
+    }
+
     // Lane 4g + t: of the scores those of positions 2t and 2t + 1, the same for all g; of the output columns g and g + 8 of every
     // sixteen, the same for all t, because there the values are the first operand and the weights, in every column, the
     // second. For the scores the query is the first: pairs 0 and 1 of a lane's sixteen bytes in the upper eight rows, 2 and 3
     // in the lower ones, so that each is looked at where it means something.
-    template <int Q, int N>
-    static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
-                                                           float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
+    static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[QUADS], const Loaded& loaded, int first, int to, float factor,
+                                                           OnlineSoftmax& softmax, float (&out)[COLUMNS][4]) {
         const int lane = thread_index() % WARP;
         float upper[4] = {}, lower[4] = {};
 #pragma unroll
-        for (int i = 0; i < VECTORS; i += 4) {
-            Bits b = {};
-            if (i + lane % 4 < VECTORS) b = *reinterpret_cast<const Bits*>(k + lane / 4 * PITCH + (i + lane % 4) * CHUNK);
-            multiply_add<T>(upper, q[i / 4].at, b.at[0], b.at[1]);
-            multiply_add<T>(lower, q[i / 4].at, b.at[2], b.at[3]);
+        for (int i = 0; i < QUADS; ++i) {
+            multiply_add<T>(upper, q[i].at, loaded.k[i].at[0], loaded.k[i].at[1]);
+            multiply_add<T>(lower, q[i].at, loaded.k[i].at[2], loaded.k[i].at[3]);
         }
         const int position = first + lane % 4 * 2;
         const float even = position < to ? (upper[0] + lower[2]) * factor : LOWEST;
@@ -209,19 +300,11 @@ class PartAttention {
         sum_even += __shfl_xor_sync(0xffffffffu, sum_even, 1);
         softmax.sum += sum_even + __shfl_xor_sync(0xffffffffu, sum_even, 2);
 #pragma unroll
-        for (int i = 0; i < N; i += 2) {
-            unsigned a[4];
-            // Matrix m is columns 8 (2i + m) of the eight positions; where there are fewer columns, the last ones again.
-            const int column = min(2 * i + lane / 8, 2 * N - 1) * 8;
-            load_matrices_transposed(a, v + lane % 8 * PITCH + column);
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                if (i + m >= N) continue;
-                float(&c)[4] = out[i + m];
-                c[0] *= rescale;
-                c[2] *= rescale;
-                multiply_add_short<T>(c, a[2 * m], a[2 * m + 1], weights);
-            }
+        for (int i = 0; i < COLUMNS; ++i) {
+            out[i][0] *= rescale;
+            out[i][2] *= rescale;
+            const unsigned(&v)[4] = loaded.v[i / 2];
+            multiply_add_short<T>(out[i], v[i % 2 * 2], v[i % 2 * 2 + 1], weights);
         }
     }
 

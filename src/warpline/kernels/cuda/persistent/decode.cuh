@@ -24,7 +24,7 @@ class Decode : Choice<M> {
     using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
     using typename Place::T, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
     using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
-    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::set_part, Layer::token_at;
+    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::token_at;
     using Layer::run_layer;
     using Ending::all_logits, Ending::quantise_rows, Ending::best_scores, Ending::agree, Ending::choose, Ending::first_output;
 
@@ -96,9 +96,7 @@ class Decode : Choice<M> {
             if (a.window > 0) longest = min(longest, a.window);
             desk.found = 0;
             desk.goes_on = active && !desk.dog.dead;
-            desk.splits = splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
-            desk.parts = ceil_div(max(0, ROWS * HEADS * splits - static_cast<int>(blockIdx.x)), M::BLOCKS);
-            if (desk.parts > 0) set_part(0);
+            this->deal_parts(longest);
         }
         sync_threads<THREADS>();
         splits = desk.splits;
@@ -186,10 +184,12 @@ class Decode : Choice<M> {
         for (int i = thread_index(); i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
         if (thread_index() == 0) {
             desk.dog.prepare();
+            desk.inbox.prepare();
             desk.plan = arguments.plans[blockIdx.x];
         }
         TapeOf::prepare(ring);
         __syncthreads();
+        if constexpr (Place::IN_CLUSTERS) meet_cluster();  // nobody is sent anything before his barriers are there,
         if (thread_index() < THREADS) {
             Decode(arguments, desk, ring).run();
         } else if (thread_index() == THREADS) {
@@ -197,6 +197,7 @@ class Decode : Choice<M> {
             TapeOf::feed(arguments.tape, desk.plan.reel(M::SCREENED), HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
             while (!watch.look()) __nanosleep(200);
         }
+        if constexpr (Place::IN_CLUSTERS) meet_cluster();  // nor after his memory is gone
     }
 };
 

@@ -24,7 +24,7 @@ struct BlockPlan {
 //   lines     slope and level (see layers.cuh) of each layer's outputs of QKV and of FC
 //   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
 //   head      [vocab, width]: the LM head, for logits that codes do not decide (head.cuh)
-//   k, v      [layer, slot, head, position, depth], `cache_rows` slots of `capacity` positions
+//   k, v      [layer, slot, head, position, depth], slots of `capacity` positions, `layer_stride` elements to a layer
 //   logits    [row, vocab], where the launch is to leave them instead of choosing a token
 //   patience  of a wait, in nanoseconds
 //   count     of tokens, at most; tag: of the first turn
@@ -41,11 +41,19 @@ struct Layout {
     static constexpr int BIASES = (M::OUT_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;  // of a layer
     static constexpr int SLAB = SLAB_OF<T, WIDTH, WARPS>, INNER_SLAB = SLAB_OF<T, INNER, WARPS>;
     static constexpr int most(int a, int b) { return a > b ? a : b; }
+    static constexpr int least(int a, int b) { return a < b ? a : b; }
     static constexpr int PITCH = ceil_div(WARPS * most(SLAB, INNER_SLAB), 64) * 64 + 32;  // neighbouring rows on different banks
     static constexpr int SUMS = TILE_OUTPUTS * ROWS * WARPS;  // of a unit
 
     // Filters: outputs of the LM head that are this block's, words of a bit for each, and how many digits a search has.
     static constexpr int SCORES = M::HEAD_UNITS * CODE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
+
+    // Attention in clusters: parts of a context, outputs of the out-projection that a block adds up and sends, and groups of heads
+    // that different threads add up.
+    static constexpr bool IN_CLUSTERS = M::CLUSTER > 1;
+    static constexpr int CONTEXT_SPLITS = ROWS < M::CLUSTER ? M::CLUSTER / ROWS : 1, SHARE = WIDTH / M::CLUSTER;
+    static constexpr int MOST_GROUPS = most(1, least(HEADS, THREADS / most(1, ROWS * SHARE / 2)));
+    static constexpr int GROUPS = ceil_div(HEADS, ceil_div(HEADS, MOST_GROUPS)), MERGED_PITCH = DEPTH + 64 / static_cast<int>(sizeof(T));
 
     // The screened LM head: bytes of a row's upper or lower half, neighbours on different banks, and steps of a unit's tape.
     static constexpr int BYTES_PITCH = ceil_div(WIDTH, 128) * 128 + 32, CODE_STEPS = ceil_div(WIDTH, CODE_INPUTS) + 1;
@@ -68,15 +76,46 @@ struct Layout {
         bool biased;                    // whether anything is added to its logits
     };
 
+    // The rows behind attention come as floats into columns of desk.h that nobody needs between projection and FC.
+    static constexpr int MIDDLE_COLUMN = ceil_div(WARPS * SLAB, 32) * 32;
+    static_assert(!IN_CLUSTERS || MIDDLE_COLUMN + WIDTH * 4 / static_cast<int>(sizeof(T)) <= INNER, "no room for rows behind attention");
+
+    // What else blocks of a cluster send each other, and a barrier for each kind of it that counts the bytes.
+    struct Inbox {
+        alignas(16) T newest[ROWS][3][DEPTH];  // query, key, value
+        alignas(16) float heads[ROWS][CONTEXT_SPLITS][DEPTH];
+        alignas(16) float weights[ROWS][CONTEXT_SPLITS][2];  // 2^largest * sum
+        unsigned long long arrived[3];
+
+        __device__ __forceinline__ void prepare() {
+            for (int i = 0; i < 3; ++i) barrier_init(arrived + i, 1);
+            barriers_are_ready();
+        }
+    };
+    struct NoInbox {
+        __device__ __forceinline__ void prepare() {}
+    };
+    template <bool THERE, typename>
+    struct InboxOf {
+        using Type = NoInbox;
+    };
+    template <typename Unused>
+    struct InboxOf<true, Unused> {
+        using Type = Inbox;
+    };
+
     struct alignas(16) Desk {
         T h[ROWS * PITCH];      // what is multiplied: a warp writes and reads its own columns, except for the LM head
         float x[ROWS * WIDTH];  // the residual rows
         alignas(16) float partial[most(M::QKV_UNITS, M::FC_UNITS) * SUMS];       // stages take turns, so that one
-        alignas(16) float other_partial[most(M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
+        alignas(16) float other_partial[most(IN_CLUSTERS ? 1 : M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
         alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
         float unit[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
         typename Attention::Shared attention;
-        T bias[M::LAYERS * BIASES];
+        alignas(16) T bias[M::LAYERS * BIASES];
+        typename InboxOf<IN_CLUSTERS, void>::Type inbox;
+        alignas(16) T merged[IN_CLUSTERS ? ROWS * MERGED_PITCH : 1];        // a head of all rows
+        alignas(16) float groups[GROUPS][IN_CLUSTERS ? ROWS * SHARE : 1];  // sums of some heads
         BlockPlan plan;
         unsigned long long best[ROWS][WARPS];  // candidates, the best that each warp knows
         alignas(16) signed char bytes[M::SCREENED ? 2 * ROWS * BYTES_PITCH : 1];
@@ -111,7 +150,8 @@ struct Layout {
     static constexpr int HEAD_WORDS = DEPTH / PER + 2;  // a head's part of the output, and twice its weight
     static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
     static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::SPLITS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
-    static constexpr int END_AT = FC_AT + ROWS * INNER / PER, TURN = END_AT + ROWS * WIDTH;
+    static constexpr int END_AT = FC_AT + ROWS * INNER / PER, SUMS_OF_HEADS_AT = END_AT + ROWS * WIDTH;  // [head][row][column]
+    static constexpr int TURN = SUMS_OF_HEADS_AT + (IN_CLUSTERS ? HEADS * ROWS * WIDTH : 0);
     static constexpr int CANDIDATE = M::FILTERS ? 4 : 2;
     static constexpr int CANDIDATES_AT = (M::OBSERVED ? M::LAYERS : 2) * TURN;  // as many turns as are kept, then [2][block][row][CANDIDATE]
     static constexpr int SUMS_AT = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * CANDIDATE;  // [block][row][2]

@@ -229,12 +229,14 @@ class Product {
         for (int i = thread_index(); i < units * (TILE_OUTPUTS / PER * ROWS); i += WARPS * WARP) {
             const int output = i / ROWS * PER, row = i % ROWS;
             float value[PER];
-#pragma unroll
-            for (int j = 0; j < PER; ++j) {
-                value[j] = sum_of<WARPS>(partial + ((output + j) * ROWS + row) * WARPS);
-            }
+            sums_of(partial, output, row, value);
             f(output, row, value);
         }
+    }
+    template <int PER>
+    static __device__ __forceinline__ void sums_of(const float* partial, int output, int row, float (&value)[PER]) {
+#pragma unroll
+        for (int j = 0; j < PER; ++j) value[j] = sum_of<WARPS>(partial + ((output + j) * ROWS + row) * WARPS);
     }
 };
 

@@ -148,18 +148,32 @@ class Stages : protected Layout<M> {
         return output < desk.plan.units[STAGE] * TILE_OUTPUTS ? lines<STAGE>(output) : Lines{};
     }
 
+    // What LayerNorm makes of sums of a stage's product; returns 1 / deviation. All warps have left what they know of the row.
+    __device__ __forceinline__ float normalise_output(int which, int row, const Lines& line, float (&value)[PER]) {
+        const float mean = mean_of(row), inverse = inverse_deviation(mean, mean_of(ROWS + row));
+        const float back = __uint_as_float(0x7f000000u - __float_as_uint(desk.unit[which][row]));  // 1 / unit
+#pragma unroll
+        for (int j = 0; j < PER; ++j) value[j] = (value[j] * back - mean * line.at[2 * j]) * inverse + line.at[2 * j + 1];
+        return inverse;
+    }
+    __device__ __forceinline__ float mean_of(int sums) const { return sum_of<WARPS>(desk.sums[sums]) * (1.f / WIDTH); }
+
+    // What the row is multiplied by before the layer's other LayerNorm.
+    __device__ __forceinline__ void set_unit(int which, int row, float inverse) {
+        desk.unit[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
+    }
+    __device__ __forceinline__ void set_units(int which) {
+        const int row = thread_index();
+        if (row < ROWS) set_unit(which, row, inverse_deviation(mean_of(row), mean_of(ROWS + row)));
+    }
+
     // The outputs of a stage that begins with a LayerNorm, PER to a thread: f(output, row, values).
     template <Stage STAGE, typename P, typename F>
     __device__ __forceinline__ void normal_outputs(int which, const Lines& first, F f) {
         P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
-            const float mean = sum_of<WARPS>(desk.sums[row]) * (1.f / WIDTH);
-            const float inverse = inverse_deviation(mean, sum_of<WARPS>(desk.sums[ROWS + row]) * (1.f / WIDTH));
-            const float back = __uint_as_float(0x7f000000u - __float_as_uint(desk.unit[which][row]));  // 1 / unit
-            const Lines line = output == thread_index() / ROWS * PER ? first : lines<STAGE>(output);
-#pragma unroll
-            for (int j = 0; j < PER; ++j) value[j] = (value[j] * back - mean * line.at[2 * j]) * inverse + line.at[2 * j + 1];
+            const float inverse = normalise_output(which, row, output == thread_index() / ROWS * PER ? first : lines<STAGE>(output), value);
             f(desk.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
-            if (output == 0) desk.unit[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
+            if (output == 0) set_unit(which, row, inverse);
         });
     }
 
