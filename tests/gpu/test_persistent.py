@@ -271,7 +271,7 @@ def test_more_prompts_than_fit_take_turns() -> None:
     assert many == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
 
 
-@pytest.mark.parametrize("model", [SMALL, "random:n_layer=3,n_head=3,n_embd=192,n_positions=96"])  # the latter in clusters
+@pytest.mark.parametrize("model", [SMALL, "random:n_layer=3,n_head=3,n_embd=192,n_positions=96"])  # clusters
 def test_a_launch_without_progress_ends_itself(model: str) -> None:
     weights = load(model, device="cuda")
     executor = PersistentExecutor(weights, GPU, "fp32")
