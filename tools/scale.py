@@ -47,6 +47,8 @@ MODEL = "stories"
 ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "--dtype", "fp32", "--threads", "1")
 #: Of the comparison with the simulator: lengths as they are drawn for `warpline bench serve --spread`.
 USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
+#: Clients that show what a server adds to a turn.
+CLIENTS = (1, 3, 8, 16)
 #: Shares of the most that one replica does, and seconds of each.
 SHARES, SECONDS = (0.5, 0.8, 0.95), 40.0
 
@@ -173,15 +175,13 @@ def load(rounds: int) -> list[Row]:
     llm.generate([0], SamplingParams(max_tokens=2))
     found = times_of(llm)
     with here(llm) as url:
-        alone = replace(USUAL, concurrency=1, requests=60)
-        row = client(url, alone)
-        # What a server adds to a turn, and to a request: what a single client sees beyond what the engine takes.
-        bare = simulate(found, asked(alone), concurrency=1)
-        later = row["median_tpot_ms"] / 1e3 - bare.percentile("tpot", 50)
-        found = replace(found, turn=max(0.0, found.turn + later * found.chunk))
-        first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
+        # What a server adds to turns, and to a request: what some clients see beyond what the engine takes.
+        few = [replace(USUAL, concurrency=count, requests=40 + 20 * count) for count in CLIENTS]
+        seen = [client(url, one) for one in few]
+        found = with_turns(found, few, [row["mean_tpot_ms"] / 1e3 for row in seen])
+        first = seen[0]["median_ttft_ms"] / 1e3 - simulate(found, asked(few[0]), concurrency=1).percentile("ttft", 50)
         found = replace(found, request=max(0.0, first))
-        made = {name: row[name] for name in (*provenance(), "device", "model")}
+        made = {name: seen[0][name] for name in (*provenance(), "device", "model")}
         most = replace(USUAL, requests=320, concurrency=64)
         full = [client(url, most)]
         served = []
@@ -199,6 +199,19 @@ def load(rounds: int) -> list[Row]:
     return rows
 
 
+def with_turns(times: Times, loads: list[Load], tpot: list[float]) -> Times:
+    """The times with which as many clients as each load has see such means of seconds for a token."""
+    added = dict.fromkeys(CLIENTS, 0.0)
+    for _ in range(8):
+        for load, wanted in zip(loads, tpot, strict=True):
+            times = replace(times, turns=tuple(added.items()))
+            answers = simulate(times, asked(load), concurrency=load.concurrency).answers
+            mean = statistics.fmean(one.tpot for one in answers if one.tpot is not None)
+            # A turn is `chunk` steps; half of it, so that it does not overshoot.
+            added[load.concurrency] = max(0.0, added[load.concurrency] + (wanted - mean) * times.chunk / 2)
+    return replace(times, turns=tuple(added.items()))
+
+
 def fitted(times: Times, most: Load, throughput: float) -> Times:
     """The times with which a replica does at most what the server did right before a load and right behind it. At 95 %
     of that two percent more or less make a wait six times as long, and a machine's speed changes by as much."""
@@ -209,7 +222,7 @@ def fitted(times: Times, most: Load, throughput: float) -> Times:
             steps=tuple((lanes, by * seconds) for lanes, seconds in times.steps),
             prompts=tuple((tokens, by * seconds) for tokens, seconds in times.prompts),
             position=by * times.position,
-            turn=by * times.turn,
+            turns=tuple((lanes, by * seconds) for lanes, seconds in times.turns),
         )
     return times
 
@@ -374,7 +387,7 @@ def main() -> None:
         "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
         "p99_ttft_ms", "median_way_ms", "p99_way_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
         "simulated_p99_ttft_ms", "ratio", "direct_prompts_per_second", "through_prompts_per_second", "cores",
-        "prompts_per_second", "steps", "prompts", "turn", "request", "resident_mb", "direct_before", "direct_behind",
+        "prompts_per_second", "steps", "prompts", "turns", "request", "resident_mb", "direct_before", "direct_behind",
     )  # fmt: skip
     for row in rows:
         print(json.dumps({name: row[name] for name in shown if name in row}))

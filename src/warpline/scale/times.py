@@ -30,7 +30,7 @@ class Times:
     steps: tuple[tuple[int, float], ...]  # sequences at once → one step of all of them, at a short context
     position: float  # of a step, for each position in the caches of its sequences
     prompts: tuple[tuple[int, float], ...]  # tokens of prompts → their pass
-    turn: float = 0.0  # the host's, for each turn
+    turns: tuple[tuple[int, float], ...] = ((1, 0.0),)  # sequences that run → what a server adds to a turn of theirs
     request: float = 0.0  # between a client and the engine, there and back
     slots: int = 32
     prompt_tokens: int = 2048
@@ -44,6 +44,11 @@ class Times:
         """One step of so many sequences that have so many positions together."""
         return between(self.steps, lanes) + self.position * positions
 
+    def turn(self, lanes: int) -> float:
+        """What goes before the work of a turn. Beyond what was measured it stays what it was there."""
+        first, last = self.turns[0][0], self.turns[-1][0]
+        return between(self.turns, min(max(lanes, first), last))
+
     def prompt(self, tokens: int) -> float:
         """A pass over prompts."""
         return between(self.prompts, tokens) if tokens else 0.0
@@ -56,7 +61,7 @@ class Times:
     def of(cls, row: dict[str, Any]) -> Times:
         """From such a row."""
         named = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
-        for name in ("steps", "prompts"):
+        for name in {"steps", "prompts", "turns"} & named.keys():
             named[name] = tuple((int(at), float(value)) for at, value in named[name])
         return cls(**named)
 
