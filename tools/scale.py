@@ -47,10 +47,9 @@ MODEL = "stories"
 ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "--dtype", "fp32", "--threads", "1")
 #: Of the comparison with the simulator: lengths as they are drawn for `warpline bench serve --spread`.
 USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
-#: Clients that show what a server adds to a turn.
-CLIENTS = (1, 3, 8, 16)
-#: Shares of the most that one replica does, and seconds of each.
-SHARES, SECONDS = (0.5, 0.8, 0.95), 40.0
+#: Shares of the most that one replica does: of the trial that the times are fitted to, and of what is compared; seconds
+#: of each.
+TRIAL, SHARES, SECONDS = 0.65, (0.5, 0.8, 0.95), 40.0
 
 
 def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
@@ -175,41 +174,63 @@ def load(rounds: int) -> list[Row]:
     llm.generate([0], SamplingParams(max_tokens=2))
     found = times_of(llm)
     with here(llm) as url:
-        # What a server adds to turns, and to a request: what some clients see beyond what the engine takes.
-        few = [replace(USUAL, concurrency=count, requests=40 + 20 * count) for count in CLIENTS]
-        seen = [client(url, one) for one in few]
-        found = with_turns(found, few, [row["mean_tpot_ms"] / 1e3 for row in seen])
-        first = seen[0]["median_ttft_ms"] / 1e3 - simulate(found, asked(few[0]), concurrency=1).percentile("ttft", 50)
-        found = replace(found, request=max(0.0, first))
-        made = {name: seen[0][name] for name in (*provenance(), "device", "model")}
+        alone = replace(USUAL, concurrency=1, requests=60)
+        row = client(url, alone)
+        made = {name: row[name] for name in (*provenance(), "device", "model")}
         most = replace(USUAL, requests=320, concurrency=64)
         full = [client(url, most)]
-        served = []
-        for share in SHARES:
-            rate = round(share * full[0]["request_throughput"], 3)
-            served.append((share, one := replace(USUAL, rate=rate, requests=round(rate * SECONDS)), client(url, one)))
-            full.append(client(url, most))
+        # What a turn costs beyond its steps shows where newcomers end launches; what a request does, where it is alone.
+        some = at_rate(TRIAL * full[0]["request_throughput"])
+        trial = client(url, some)
+        full.append(client(url, most))
+        full_rate = statistics.fmean(row["output_throughput"] for row in full)
+        found = with_turns(found, some, trial["mean_tpot_ms"] / 1e3, most, full_rate)
+        first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
+        found = replace(found, request=max(0.0, first))
+        per_second = statistics.fmean(row["request_throughput"] for row in full)
+        served: dict[float, list[tuple[Load, Row]]] = {share: [] for share in SHARES}
+        for _ in range(rounds):
+            for share, there in served.items():
+                one = at_rate(share * per_second)
+                there.append((one, client(url, one)))
+                full.append(client(url, most))
     rates = [row["output_throughput"] for row in full]
     usual = fitted(found, most, statistics.fmean(rates))
     rows = [made | {"kind": "times", "threads": 1, **usual.row()}]
     rows.append({"kind": "load", "share": None, **full[0], "most": rates, **predicted(usual, most)})
-    for (share, one, row), around in zip(served, itertools.pairwise(rates), strict=True):
-        times = fitted(found, most, statistics.fmean(around))
-        rows.append({"kind": "load", "share": share, **row, **predicted(times, one)})
+    around = [fitted(found, most, statistics.fmean(pair)) for pair in itertools.pairwise(rates[1:])]
+    for i, (share, there) in enumerate(served.items()):
+        each = [row | predicted(around[len(SHARES) * turn + i], one) for turn, (one, row) in enumerate(there)]
+        rows.append({"kind": "load", "share": share, "rounds": rounds, **medians(each)})
     return rows
 
 
-def with_turns(times: Times, loads: list[Load], tpot: list[float]) -> Times:
-    """The times with which as many clients as each load has see such means of seconds for a token."""
-    added = dict.fromkeys(CLIENTS, 0.0)
-    for _ in range(8):
-        for load, wanted in zip(loads, tpot, strict=True):
-            times = replace(times, turns=tuple(added.items()))
-            answers = simulate(times, asked(load), concurrency=load.concurrency).answers
-            mean = statistics.fmean(one.tpot for one in answers if one.tpot is not None)
-            # A turn is `chunk` steps; half of it, so that it does not overshoot.
-            added[load.concurrency] = max(0.0, added[load.concurrency] + (wanted - mean) * times.chunk / 2)
-    return replace(times, turns=tuple(added.items()))
+def medians(rows: list[Row]) -> Row:
+    """Of every figure of runs that are alike: at 95 % one of them waits ten times as long as another."""
+    found = dict(rows[0])
+    for name, value in found.items():
+        if isinstance(value, float):
+            found[name] = statistics.median(row[name] for row in rows)
+    return found
+
+
+def at_rate(rate: float) -> Load:
+    rate = round(rate, 3)
+    return replace(USUAL, rate=rate, requests=round(rate * SECONDS))
+
+
+def with_turns(times: Times, load: Load, tpot: float, most: Load, throughput: float) -> Times:
+    """The times with which a load sees such a mean of seconds for a token, and a replica does so much at most."""
+    low, high = 0.0, 0.05
+    for _ in range(12):
+        middle = (low + high) / 2
+        tried = fitted(replace(times, turns=((1, middle),)), most, throughput)
+        answers = simulate(tried, asked(load), concurrency=load.concurrency).answers
+        if statistics.fmean(one.tpot for one in answers if one.tpot is not None) < tpot:
+            low = middle
+        else:
+            high = middle
+    return replace(times, turns=((1, low),))
 
 
 def fitted(times: Times, most: Load, throughput: float) -> Times:

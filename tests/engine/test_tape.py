@@ -48,18 +48,27 @@ def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor
 
 
 def head_tiles(made: Plan, tape: torch.Tensor, *, codes: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Of every unit of the LM head or of its codes: its first output, the number of a tile, and the tile."""
-    e = made.extents
-    size, each, count = (CODE_UNIT, 1, e.code_tiles) if codes else (UNIT, 2, e.tiles("head"))
+    """Of every unit of the LM head or of its codes: its first output, the number of a tile, and the tile. Turn by turn;
+    in the last, several warps may have a part each."""
+    e, warps = made.extents, made.warps
+    size, each, known = (CODE_UNIT, 1, 1) if codes else (UNIT, 2, 0)
+    tiles, parts = (e.code_tiles - 1, made.code_parts) if codes else (e.tiles("head"), made.head_parts)
     for block in range(e.blocks):
         begin = made.tape[block] + e.layers * made.layer_steps(block) + (made.head_steps(block) if codes else 0)
-        for unit in range(each * made.units["head"][block]):
-            for i in range(count):
-                at = tape[begin + unit // made.warps * count + i, unit % made.warps]
-                yield made.first["head"][block] * CODE_UNIT + unit * size, i, at
+        units = each * made.units["head"][block]
+        for unit in range(units):
+            turn, warp = divmod(unit, warps)
+            at, output = begin + turn * (tiles + known), made.first["head"][block] * CODE_UNIT + unit * size
+            shared = parts if units - turn * warps < warps else 1
+            own = -(-tiles // shared)
+            for i in range(tiles):
+                yield output, i, tape[at + i % own, warp * shared + i // own]
+            for i in range(known):
+                for part in range(shared):
+                    yield output, tiles + i, tape[at + own + i, warp * shared + part]
 
 
-@pytest.mark.parametrize("blocks", [1, 5, 40])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 40])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> None:
     weights = load("random:n_layer=3,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype=dtype)
@@ -118,7 +127,7 @@ def test_clusters_find_their_heads_weights(cluster: int, blocks: int, dtype: str
     assert min(made.units["fc"]) > 0
 
 
-@pytest.mark.parametrize("blocks", [1, 5, 40])
+@pytest.mark.parametrize("blocks", [1, 3, 5, 40])
 def test_codes_and_their_bounds_are_where_the_kernel_reads_them(blocks: int) -> None:
     weights = load("random:n_layer=1,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype="fp16")
     made = plan(Extents("fp16", 48, 192, 3, 1, 203, 1, blocks, "sm_90"))

@@ -13,6 +13,8 @@ from warpline.kernels.spec import THREADS_PER_WARP
 UNIT = 8
 #: Outputs of a unit of the LM head's codes of one byte (cuda/screen.cuh), and inputs of a tile of them.
 CODE_UNIT, CODE_INPUTS = 16, 32
+#: Tiles of a unit of the LM head that a warp holds in registers while another multiplies those before them.
+MOST_HALF = 12
 #: Bytes of a tile: 16 for each lane.
 TILE_BYTES = 16 * THREADS_PER_WARP
 #: The products of a layer, in the order of the tape, and the LM head.
@@ -151,13 +153,39 @@ class Plan:
         """Tiles that the inputs of one head are."""
         return self.extents.width // (self.extents.heads * self.extents.tile_inputs)
 
+    # Units of the LM head and of its codes go whole to the warps of a block, in turns. Where few are left for the last
+    # turn, several warps share one.
+
+    @property
+    def head_parts(self) -> int:
+        """Warps that share a unit of the LM head in the last turn: two, if a half is no more than one can hold."""
+        tiles = self.extents.tiles("head")
+        return min(2, self._parts(CODE_UNIT // UNIT)) if tiles % 2 == 0 and tiles <= 2 * MOST_HALF else 1
+
+    @property
+    def code_parts(self) -> int:
+        """Warps that share a unit of codes in the last turn."""
+        return self._parts(1)
+
+    def _parts(self, each: int) -> int:
+        units = -(-self.extents.units("head") // self.extents.blocks)  # that a block has at most
+        left = each * units % self.warps
+        return self.warps // left if left else 1
+
     def head_steps(self, block: int) -> int:
-        """Steps of a block's part of the LM head, whose units go whole to a warp."""
-        return -(-self.units["head"][block] * (CODE_UNIT // UNIT) // self.warps) * self.extents.tiles("head")
+        """Steps of a block's part of the LM head."""
+        return self._steps(block, CODE_UNIT // UNIT, self.extents.tiles("head"), 0, self.head_parts)
 
     def code_steps(self, block: int) -> int:
-        """Steps of its codes."""
-        return -(-self.units["head"][block] // self.warps) * self.extents.code_tiles
+        """Steps of its codes, with one for what is known of the outputs."""
+        return self._steps(block, 1, self.extents.code_tiles - 1, 1, self.code_parts)
+
+    def _steps(self, block: int, each: int, tiles: int, known: int, parts: int) -> int:
+        units = each * self.units["head"][block]
+        if parts == 1:
+            return -(-units // self.warps) * (tiles + known)
+        turns, left = divmod(units, self.warps)
+        return turns * (tiles + known) + (-(-tiles // parts) + known if left else 0)
 
     def layer_steps(self, block: int) -> int:
         """Steps of one layer of a block's tape."""

@@ -139,6 +139,8 @@ class DecodeProgram:
             "SPLITS": e.splits,
             "SPAN": e.span,
             "CLUSTER": e.cluster,
+            "HEAD_PARTS": made.head_parts,
+            "CODE_PARTS": made.code_parts,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
             "CHOICE_TURNS": CHOICE_TURNS,

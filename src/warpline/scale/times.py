@@ -30,7 +30,7 @@ class Times:
     steps: tuple[tuple[int, float], ...]  # sequences at once → one step of all of them, at a short context
     position: float  # of a step, for each position in the caches of its sequences
     prompts: tuple[tuple[int, float], ...]  # tokens of prompts → their pass
-    turns: tuple[tuple[int, float], ...] = ((1, 0.0),)  # sequences that run → what a server adds to a turn of theirs
+    turns: tuple[tuple[int, float], ...] = ((1, 0.0),)  # sequences that run → a turn beyond its steps
     request: float = 0.0  # between a client and the engine, there and back
     slots: int = 32
     prompt_tokens: int = 2048

@@ -49,8 +49,10 @@ def record(weights: Weights, plan: Plan) -> Tapes:
             found = tiles(tensors[f"h.{layer}.{name}"], plan, step.shape[1]).view(torch.uint8)  # [unit, tile, byte]
             tape[step + layer * strides[owner], warp] = found[order] if stage == "qkv" else found
     head = tensors[f"{weights.head}.weight"]
-    _deal(tape, plan, tiles(head, plan, extents.tiles("head")).view(torch.uint8), CODE_UNIT // UNIT, 0)
-    _deal(tape, plan, code_tiles(Screen.of(head)), 1, 1)
+    units = tiles(head, plan, extents.tiles("head")).view(torch.uint8)
+    _deal(tape, plan, units, units[:, :0], plan.head_parts, CODE_UNIT // UNIT, 0)
+    codes = code_tiles(Screen.of(head))
+    _deal(tape, plan, codes[:, :-1], codes[:, -1:], plan.code_parts, 1, 1)
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
     by_output = (order[:, None] * UNIT + torch.arange(UNIT, device=some.device)).flatten()
@@ -124,15 +126,21 @@ def _begin(plan: Plan, stage: str) -> Tensor:
     )
 
 
-def _deal(tape: Tensor, plan: Plan, found: Tensor, each: int, which: int) -> None:
-    """Units of the LM head or of its codes, [unit, step, byte], of which one of the plan's has `each`, to the warps of
-    each block in turn: the first or the second part behind the layers."""
+def _deal(tape: Tensor, plan: Plan, found: Tensor, known: Tensor, parts: int, each: int, which: int) -> None:
+    """Units of the LM head or of its codes, [unit, tile, byte], of which one of the plan's has `each`, to the warps of
+    each block in turn, and behind each what is `known` of it: the first or the second part behind the layers. In the
+    last turn `parts` warps share a unit."""
     first = 0
     for block, row in enumerate(plan.rows()):
-        units = found[first : first + each * plan.units["head"][block]]
-        first += len(units)
-        begin = row[0] + sum(row[1 : 2 + which])
-        for turn in range(0, len(units), plan.warps):
-            some = units[turn : turn + plan.warps]
-            at = begin + turn // plan.warps * found.shape[1]
-            tape[at : at + found.shape[1], : len(some)] = some.transpose(0, 1)
+        end = first + each * plan.units["head"][block]
+        at = row[0] + sum(row[1 : 2 + which])
+        while first < end:
+            shared = parts > 1 and end - first < plan.warps
+            count = min(plan.warps, end - first)
+            some, also = found[first : first + count], known[first : first + count]
+            if shared:
+                some = F.pad(some, (0, 0, 0, -some.shape[1] % parts)).view(parts * count, -1, some.shape[2])
+                also = also.repeat_interleave(parts, 0)
+            whole = torch.cat([some, also], dim=1)  # [warp, step, byte]
+            tape[at : at + whole.shape[1], : len(whole)] = whole.transpose(0, 1)
+            at, first = at + whole.shape[1], first + count

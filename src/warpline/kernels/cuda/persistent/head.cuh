@@ -3,6 +3,8 @@
 // All logits: the matrix comes by the tape. The largest: codes of one byte come by the tape, units of CODE_OUTPUTS outputs to a
 // warp, and what their bounds do not exclude within the block is computed from the matrix itself, a few rows in most tokens.
 // A logit is summed up in one order either way, tiles from the first input to the last, so both say the same to the bit.
+// Units go whole to warps, in turns. Where only few are left for the last turn, several warps share one: of codes, whose sums are
+// integers, any number; of the matrix two, of which the second goes on with the sums of the first.
 // Traffic: the codes once, half of the matrix in half precision; a row or a few for each block.
 // Tried and lost: each warp for itself, without waiting for the others' bounds (some warps have four rows to compute in turn);
 // holding the stream back while rows are fetched (they come 0.3 us sooner, the next layer 2 us later).
@@ -74,14 +76,22 @@ class Head : protected Layers<M> {
         });
     }
 
-    // All logits, from the tape; units of TILE_OUTPUTS outputs go whole to a warp: f(output, row, logit).
+    // All logits, from the tape: f(output, row, logit).
     template <typename F>
     __device__ __forceinline__ void all_logits(F f) {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < MOST_TAKEN ? TILES : MOST_TAKEN;
-        const int warp = thread_index() / WARP;
+        const int warp = thread_index() / WARP, units = desk.plan.units[HEAD] * (CODE_OUTPUTS / TILE_OUTPUTS);
+        const int whole = M::HEAD_PARTS > 1 ? units / WARPS * WARPS : units;
         const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
-        const int units = desk.plan.units[HEAD] * (CODE_OUTPUTS / TILE_OUTPUTS);
-        for (int unit = warp; unit - warp < units; unit += WARPS) {
+        const auto report = [&](int unit, TileOf& sums) {
+            float result[TileOf::RESULTS];
+            sums.finish(result);
+            TileOf::results(thread_index(), [&](int i, int relative, int row) {
+                const int own = unit * TILE_OUTPUTS + relative;
+                if (unit < units && own < outputs()) f(first_output() + own, row, result[i]);
+            });
+        };
+        for (int unit = warp; unit - warp < whole; unit += WARPS) {
             TileOf sums;
             for (int tile = 0; tile < TILES; tile += AT_ONCE) {
                 Bits held[AT_ONCE];
@@ -91,13 +101,39 @@ class Head : protected Layers<M> {
                     if (TILES % AT_ONCE == 0 || tile + i < TILES) sums.add(held[i], TileOf::load(x + (tile + i) * TileOf::INPUTS, PITCH));
                 }
             }
-            float result[TileOf::RESULTS];
-            sums.finish(result);
-            TileOf::results(thread_index(), [&](int i, int relative, int row) {
-                const int own = unit * TILE_OUTPUTS + relative;
-                if (unit < units && own < outputs()) f(first_output() + own, row, result[i]);
-            });
+            report(unit, sums);
         }
+        if constexpr (M::HEAD_PARTS > 1) {
+            if (whole == units) return;
+            constexpr int HALF = TILES / 2, SETS = ceil_div(HALF, MOST_TAKEN), EACH_SET = ceil_div(HALF, SETS);
+            static_assert(M::HEAD_PARTS == 2 && HALF * 2 == TILES);
+            Bits held[SETS][EACH_SET];
+#pragma unroll
+            for (int set = 0; set < SETS; ++set) tape.take(held[set], HALF - set * EACH_SET);
+            TileOf sums;
+            float* left = left_by<float>(warp | 1);
+            const auto add = [&] {
+#pragma unroll
+                for (int i = 0; i < HALF; ++i) sums.add(held[i / EACH_SET][i % EACH_SET], TileOf::load(x + (warp % 2 * HALF + i) * TileOf::INPUTS, PITCH));
+            };
+            if (warp % 2 == 0) {
+                add();
+                sums.each([&](int i, float& sum) { left[i * WARP] = sum; });
+            }
+            sync_threads<THREADS>();
+            if (warp % 2 == 1) {
+                sums.each([&](int i, float& sum) { sum = left[i * WARP]; });
+                add();
+                report(whole + warp / 2, sums);
+            }
+        }
+    }
+
+    // Where a warp leaves numbers of each lane for another that has the same unit.
+    template <typename Number>
+    __device__ __forceinline__ Number* left_by(int warp) const {
+        void* all = Place::BORROWS ? static_cast<void*>(&desk.attention) : static_cast<void*>(desk.left);
+        return static_cast<Number*>(all) + warp * (Place::LEFT_EACH * WARP) + thread_index() % WARP;
     }
 
     // Rows of desk.h in quanta into desk.bytes, and desk.screened: columns of each warp. All threads must have done it before `screen`.
@@ -137,35 +173,27 @@ class Head : protected Layers<M> {
     // Every output's bounds, of all rows: f(output, row, interval of its logit, row / 4). Lanes always meet the same outputs.
     template <typename F>
     __device__ __forceinline__ void screen(F f) {
-        constexpr int STEPS = Place::CODE_STEPS, TILES = STEPS - 1;  // the last has what is known of the outputs
-        const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4;
+        constexpr int STEPS = Place::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last has what is known of the outputs
+        const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4, units = desk.plan.units[HEAD];
+        const int whole = M::CODE_PARTS > 1 ? units / WARPS * WARPS : units;
         const signed char* bytes[RESULTS];
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) {
             const int row = 4 * i + column / 2;
             bytes[i] = desk.bytes + (2 * (row < ROWS ? row : 0) + column % 2) * BYTES_PITCH + lane % 4 * (CODE_INPUTS / 4);
         }
-        constexpr int AT_ONCE = ceil_div(STEPS, ceil_div(STEPS, MOST_TAKEN));
-#pragma unroll 1
-        for (int unit = warp; unit - warp < desk.plan.units[HEAD]; unit += WARPS) {
-            int sums[RESULTS][2][4] = {};  // of integers, which have no order: two of each, so that they wait less for each other
-            Bits known = {};
+        struct Sums {
+            int of[RESULTS][2][4] = {};  // two of each, so that they wait less for each other: integers have no order
+        };
+        const auto add = [&](Sums& sums, int which, int tile, const Bits& codes) {
 #pragma unroll
-            for (int step = 0; step < STEPS; step += AT_ONCE) {
-                Bits held[AT_ONCE];
-                tape.take(held, STEPS - step);
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i) {
-                    if (step + i == TILES) known = held[i];
-                    if (step + i >= TILES) continue;
-#pragma unroll
-                    for (int j = 0; j < RESULTS; ++j) {
-                        const auto b = *reinterpret_cast<const Vec<unsigned, 2>*>(bytes[j] + (step + i) * CODE_INPUTS);
-                        multiply_add_codes(sums[j][i % 2], held[i].at, b.at[0], b.at[1]);
-                    }
-                }
+            for (int j = 0; j < RESULTS; ++j) {
+                const auto b = *reinterpret_cast<const Vec<unsigned, 2>*>(bytes[j] + tile * CODE_INPUTS);
+                multiply_add_codes(sums.of[j][which], codes.at, b.at[0], b.at[1]);
             }
-            if (unit >= desk.plan.units[HEAD]) continue;
+        };
+        // sum(j, i): of results j, the i-th.
+        const auto report = [&](int unit, const Bits& known, auto sum) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int output = first_output() + unit * CODE_OUTPUTS + half * 8 + lane / 4;
@@ -176,9 +204,58 @@ class Head : protected Layers<M> {
                 for (int j = 0; j < RESULTS; ++j) {
                     const int row = 4 * j + lane % 4;
                     if (row >= ROWS || output >= M::VOCAB) continue;
-                    const auto sum = [&](int which) { return sums[j][0][2 * half + which] + sums[j][1][2 * half + which]; };
-                    f(output, row, logit_between(desk.screened[row], code, sum(0), sum(1)), j);
+                    f(output, row, logit_between(desk.screened[row], code, sum(j, 2 * half), sum(j, 2 * half + 1)), j);
                 }
+            }
+        };
+        constexpr int AT_ONCE = ceil_div(STEPS, ceil_div(STEPS, MOST_TAKEN));
+#pragma unroll 1
+        for (int unit = warp; unit - warp < whole; unit += WARPS) {
+            Sums sums;
+            Bits known = {};
+#pragma unroll
+            for (int step = 0; step < STEPS; step += AT_ONCE) {
+                Bits held[AT_ONCE];
+                tape.take(held, STEPS - step);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (step + i == CODE_TILES) known = held[i];
+                    if (step + i < CODE_TILES) add(sums, i % 2, step + i, held[i]);
+                }
+            }
+            if (unit < whole) report(unit, known, [&](int j, int i) { return sums.of[j][0][i] + sums.of[j][1][i]; });
+        }
+        if constexpr (M::CODE_PARTS == 1) return;
+        if (whole < units) {
+            constexpr int PARTS = M::CODE_PARTS, MINE = ceil_div(CODE_TILES, PARTS), OWN_STEPS = MINE + 1;
+            constexpr int TAKEN = ceil_div(OWN_STEPS, ceil_div(OWN_STEPS, MOST_TAKEN));
+            const int unit = whole + warp / PARTS, part = warp % PARTS;
+            Sums sums;
+            Bits known = {};
+#pragma unroll
+            for (int step = 0; step < OWN_STEPS; step += TAKEN) {
+                Bits held[TAKEN];
+                tape.take(held, OWN_STEPS - step);
+#pragma unroll
+                for (int i = 0; i < TAKEN; ++i) {
+                    if (step + i == MINE) known = held[i];
+                    if (step + i < MINE) add(sums, i % 2, min(part * MINE + step + i, CODE_TILES - 1), held[i]);  // behind the last are zeros
+                }
+            }
+            int* own = left_by<int>(warp);
+#pragma unroll
+            for (int j = 0; j < RESULTS; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) own[(4 * j + i) * WARP] = sums.of[j][0][i] + sums.of[j][1][i];
+            }
+            sync_threads<THREADS>();
+            if (part == 0 && unit < units) {
+                report(unit, known, [&](int j, int i) {
+                    int sum = 0;
+#pragma unroll
+                    for (int other = 0; other < PARTS; ++other) sum += own[(other * 4 * RESULTS + 4 * j + i) * WARP];
+                    return sum;
+                });
             }
         }
     }

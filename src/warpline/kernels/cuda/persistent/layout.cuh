@@ -58,6 +58,11 @@ struct Layout {
     // The screened LM head: bytes of a row's upper or lower half, neighbours on different banks, and steps of a unit's tape.
     static constexpr int BYTES_PITCH = ceil_div(WIDTH, 128) * 128 + 32, CODE_STEPS = ceil_div(WIDTH, CODE_INPUTS) + 1;
 
+    // What warps that share a unit of the LM head leave for each other; it may lie where attention was, which is over by then.
+    static constexpr int LEFT_EACH = M::SCREENED ? (M::CODE_PARTS > 1 ? 4 * ceil_div(ROWS, 4) : 0) : (M::HEAD_PARTS > 1 ? TileOf::SUMS : 0);
+    static constexpr int LEFT = THREADS * LEFT_EACH;
+    static constexpr bool BORROWS = LEFT * 4 <= static_cast<int>(sizeof(typename Attention::Shared));
+
     struct Row {
         int slot;                       // of the state and of the cache
         int length, token;              // so far, and the last of it
@@ -112,6 +117,7 @@ struct Layout {
         alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
         float unit[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
         typename Attention::Shared attention;
+        int left[BORROWS ? 1 : LEFT];
         alignas(16) T bias[M::LAYERS * BIASES];
         typename InboxOf<IN_CLUSTERS, void>::Type inbox;
         alignas(16) T merged[IN_CLUSTERS ? ROWS * MERGED_PITCH : 1];        // a head of all rows

@@ -25,11 +25,18 @@ __device__ __forceinline__ unsigned long long most_of_fours(unsigned long long v
 // 2 and 3 are. Of the products a lane looks at the two that mean something, and nothing is moved between registers.
 template <typename T, int ROWS>
 struct TileSums {
-    static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4);
+    static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4), SUMS = 4 * RESULTS;
     struct Rows {
         Vec<unsigned, 2> of[RESULTS];
     };
     float sum[RESULTS][4] = {};
+
+    // f(which, sum), of all that a lane has.
+    template <typename F>
+    __device__ __forceinline__ void each(F f) {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) f(i, sum[i / 4][i % 4]);
+    }
 
     // A lane's 16 bytes of a tile, from neighbouring inputs.
     static __device__ __forceinline__ Bits from_row(const Bits& inputs) { return {inputs.at[0], inputs.at[2], inputs.at[1], inputs.at[3]}; }
@@ -75,12 +82,17 @@ struct TileSums {
 
 template <int ROWS>
 struct TileSums<float, ROWS> {
-    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS;
+    static constexpr int INPUTS = 16, WIDTH = 4, RESULTS = ROWS, SUMS = ROWS;
     struct Rows {
         Vec<float, 4> of[ROWS];
     };
     float sum[ROWS] = {};
 
+    template <typename F>
+    __device__ __forceinline__ void each(F f) {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) f(i, sum[i]);
+    }
     static __device__ __forceinline__ const Bits& from_row(const Bits& inputs) { return inputs; }
     static __device__ __forceinline__ const float* lane_of(int thread, const float* x, int) { return x + thread % 4 * WIDTH; }
     static __device__ __forceinline__ Rows load(const float* x, int pitch) {
