@@ -155,6 +155,28 @@ def test_codes_and_their_bounds_are_where_the_kernel_reads_them(blocks: int) -> 
 
 
 @given(
+    vocab=st.integers(1, 1200), blocks=st.integers(1, 60), warps=st.sampled_from([0, 8, 10, 12, 13]),
+    dtype=st.sampled_from(["fp32", "fp16"]),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_the_head_is_whole_whoever_shares_its_units(vocab: int, blocks: int, warps: int, dtype: str) -> None:
+    """For any number of units that the last turn has."""
+    weights = load(f"random:n_layer=1,n_head=1,n_embd=64,n_positions=8,vocab_size={vocab}", dtype=dtype)
+    made = plan(Extents(dtype, 64, 256, 1, 1, vocab, 1, blocks, "sm_90", warps=warps))
+    recorded, size = record(weights, made).tape, made.extents.tile_inputs
+    head, codes = torch.zeros(vocab + 32, 64), torch.zeros(vocab + 32, 64, dtype=torch.int8)
+    kind = weights.tensors["wte.weight"].dtype
+    for output, i, tile in head_tiles(made, recorded.view(kind).float(), codes=False):
+        head[output : output + UNIT, i * size : (i + 1) * size] = lanes(tile, size)
+    assert torch.equal(head[:vocab], weights.tensors["wte.weight"].float())
+    for output, i, tile in head_tiles(made, recorded, codes=True):
+        for half in range(2 if i < made.extents.code_tiles - 1 else 0):
+            four = tile.view(8, 4, 2, 2, 4)[:, :, :, half]
+            codes[output + half * 8 : output + half * 8 + 8, i * 32 : i * 32 + 32] = four.reshape(8, 32).view(torch.int8)
+    assert torch.equal(codes[:vocab], Screen.of(weights.tensors["wte.weight"]).codes)
+
+
+@given(
     heads=st.integers(1, 25), depth=st.sampled_from([8, 16, 64, 80]), blocks=st.integers(1, 150),
     layers=st.integers(1, 48), dtype=st.sampled_from(["fp32", "fp16", "bf16"]),
 )  # fmt: skip

@@ -135,11 +135,10 @@ def _deal(tape: Tensor, plan: Plan, found: Tensor, known: Tensor, parts: int, ea
         end = first + each * plan.units["head"][block]
         at = row[0] + sum(row[1 : 2 + which])
         while first < end:
-            shared = parts > 1 and end - first < plan.warps
             count = min(plan.warps, end - first)
-            some, also = found[first : first + count], known[first : first + count]
-            if shared:
-                some = F.pad(some, (0, 0, 0, -some.shape[1] % parts)).view(parts * count, -1, some.shape[2])
+            some, also = found[first : first + count], known[first : first + count]  # the last unit may be missing
+            if parts > 1 and count < plan.warps:
+                some = F.pad(some, (0, 0, 0, -some.shape[1] % parts)).view(parts * len(some), -1, some.shape[2])
                 also = also.repeat_interleave(parts, 0)
             whole = torch.cat([some, also], dim=1)  # [warp, step, byte]
             tape[at : at + whole.shape[1], : len(whole)] = whole.transpose(0, 1)
