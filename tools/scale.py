@@ -49,7 +49,7 @@ ONE_THREAD = ("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "-
 USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
 #: Shares of the most that one replica does: of the trial that the times are fitted to, and of what is compared; seconds
 #: of each.
-TRIAL, SHARES, SECONDS = 0.65, (0.5, 0.8, 0.95), 40.0
+TRIAL, SHARES, SECONDS = 0.88, (0.5, 0.8, 0.95), 40.0
 
 
 def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: int | None = None) -> list[Row]:
