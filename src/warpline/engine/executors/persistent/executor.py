@@ -32,7 +32,8 @@ from warpline.model.weights import Weights
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
 #: Blocks that share a head, on GPUs whose blocks can, and how many kilobytes of a layer each of them may have for that
-#: to pay: `stories` with 12 takes 53.7 µs a token instead of 56.3, gpt2 with 107 takes 105 instead of 102.
+#: to pay: `stories` with 12 takes 53.5 µs a token instead of 56.3; gpt2 with 107 takes 101 either way, but 188 instead
+#: of 153 for eight sequences.
 CLUSTER, CLUSTER_ARCHS, CLUSTER_KILOBYTES = 8, ("sm_90",), 60
 
 
