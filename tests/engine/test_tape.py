@@ -171,8 +171,9 @@ def test_the_head_is_whole_whoever_shares_its_units(vocab: int, blocks: int, war
     assert torch.equal(head[:vocab], weights.tensors["wte.weight"].float())
     for output, i, tile in head_tiles(made, recorded, codes=True):
         for half in range(2 if i < made.extents.code_tiles - 1 else 0):
+            rows = slice(output + half * 8, output + half * 8 + 8)
             four = tile.view(8, 4, 2, 2, 4)[:, :, :, half]
-            codes[output + half * 8 : output + half * 8 + 8, i * 32 : i * 32 + 32] = four.reshape(8, 32).view(torch.int8)
+            codes[rows, i * 32 : i * 32 + 32] = four.reshape(8, 32).view(torch.int8)
     assert torch.equal(codes[:vocab], Screen.of(weights.tensors["wte.weight"]).codes)
 
 
