@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.scale import here, wait_until_healthy
+from tools.scale import wait_until_healthy
+from tools.simulated import here
 from warpline import LLM, SamplingParams, hardware
 from warpline.bench.rows import append, provenance
 from warpline.bench.serving.figures import percentile
