@@ -267,7 +267,7 @@ def main() -> None:
         "kind", "label", "replicas", "share", "request_throughput", "output_throughput", "median_ttft_ms",
         "p99_ttft_ms", "median_way_ms", "p99_way_ms", "simulated_output_throughput", "simulated_p50_ttft_ms",
         "simulated_p99_ttft_ms", "ratio", "direct_prompts_per_second", "through_prompts_per_second", "cores",
-        "prompts_per_second", "steps", "prompts", "turns", "request", "resident_mb", "direct_before", "direct_behind",
+        "prompts_per_second", "steps", "prompts", "turn", "request", "resident_mb", "direct_before", "direct_behind",
     )  # fmt: skip
     for row in rows:
         print(json.dumps({name: row[name] for name in shown if name in row}))

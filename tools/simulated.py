@@ -56,7 +56,7 @@ def load(rounds: int) -> list[Row]:
         trial = client(url, some)
         full.append(client(url, most))
         full_rate = statistics.fmean(row["output_throughput"] for row in full)
-        found = with_turns(found, some, trial["mean_tpot_ms"] / 1e3, most, full_rate)
+        found = with_turn(found, some, trial["mean_tpot_ms"] / 1e3, most, full_rate)
         first = row["median_ttft_ms"] / 1e3 - simulate(found, asked(alone), concurrency=1).percentile("ttft", 50)
         found = replace(found, request=max(0.0, first))
         per_second = statistics.fmean(row["request_throughput"] for row in full)
@@ -91,18 +91,18 @@ def at_rate(rate: float) -> Load:
     return replace(USUAL, rate=rate, requests=round(rate * SECONDS))
 
 
-def with_turns(times: Times, load: Load, tpot: float, most: Load, throughput: float) -> Times:
+def with_turn(times: Times, load: Load, tpot: float, most: Load, throughput: float) -> Times:
     """The times with which a load sees such a mean of seconds for a token, and a replica does so much at most."""
     low, high = 0.0, 0.05
     for _ in range(12):
         middle = (low + high) / 2
-        tried = fitted(replace(times, turns=((1, middle),)), most, throughput)
+        tried = fitted(replace(times, turn=middle), most, throughput)
         answers = simulate(tried, asked(load), concurrency=load.concurrency).answers
         if statistics.fmean(one.tpot for one in answers if one.tpot is not None) < tpot:
             low = middle
         else:
             high = middle
-    return replace(times, turns=((1, low),))
+    return replace(times, turn=low)
 
 
 def fitted(times: Times, most: Load, throughput: float) -> Times:
@@ -115,7 +115,7 @@ def fitted(times: Times, most: Load, throughput: float) -> Times:
             steps=tuple((lanes, by * seconds) for lanes, seconds in times.steps),
             prompts=tuple((tokens, by * seconds) for tokens, seconds in times.prompts),
             position=by * times.position,
-            turns=tuple((lanes, by * seconds) for lanes, seconds in times.turns),
+            turn=by * times.turn,
         )
     return times
 

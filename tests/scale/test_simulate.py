@@ -26,7 +26,7 @@ def test_one_request_by_hand() -> None:
 def test_a_request_costs_its_way_there_and_back() -> None:
     from dataclasses import replace
 
-    (one,) = simulate(replace(TIMES, request=0.02, turns=((1, 0.001),)), [Asked(1.0, 100, 2)]).answers
+    (one,) = simulate(replace(TIMES, request=0.02, turn=0.001), [Asked(1.0, 100, 2)]).answers
     assert one.sent == 1.0
     assert one.ttft == pytest.approx(0.02 + 0.001 + 0.1)
 
@@ -72,7 +72,7 @@ def test_every_request_is_answered_or_refused(
 ) -> None:
     from dataclasses import replace
 
-    times = replace(TIMES, halts=halts, prompt_tokens=128, turns=((1, 0.0005),))
+    times = replace(TIMES, halts=halts, prompt_tokens=128, turn=0.0005)
     asked = sorted(Asked(*one) for one in load)
     found = simulate(times, asked, replicas=replicas, queue=queue, concurrency=concurrency)
     assert len(found.answers) == len(asked)

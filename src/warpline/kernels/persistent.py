@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.kernels.arguments import CUDA_TYPES
-from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, UNIT, Extents, best_warps, plan
+from warpline.kernels.decode_plan import CLUSTER_PAUSES, CODE_INPUTS, CODE_UNIT, STAGES, UNIT, Extents, best_warps, plan
 from warpline.kernels.spec import THREADS_PER_WARP, Launch
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class DecodeProgram:
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
             "CHOICE_TURNS": CHOICE_TURNS,
-            **{f"PAUSE_{what}": cycles for what, cycles in made.pauses().items()},
+            **{f"PAUSE_{what}": cycles for what, cycles in (made.pauses() | CLUSTER_PAUSES).items()},
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }
         return "\n".join(

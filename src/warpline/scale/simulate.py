@@ -168,7 +168,7 @@ class _Replica:
         tokens = sum(end - start for _, start, end in (*turn.first, *turn.second))
         positions = sum(s.length for s in turn.running) + len(turn.running) * turn.steps // 2
         self._step, self._steps = times.step(len(turn.running), positions) if turn.running else 0.0, turn.steps
-        self._began, self._stepping = now, now + times.turn(len(turn.running)) + times.prompt(tokens)
+        self._began, self._stepping = now, now + times.turn + times.prompt(tokens)
         self._end = self._stepping + self._steps * self._step
         return self._end
 

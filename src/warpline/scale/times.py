@@ -30,7 +30,7 @@ class Times:
     steps: tuple[tuple[int, float], ...]  # sequences at once → one step of all of them, at a short context
     position: float  # of a step, for each position in the caches of its sequences
     prompts: tuple[tuple[int, float], ...]  # tokens of prompts → their pass
-    turns: tuple[tuple[int, float], ...] = ((1, 0.0),)  # sequences that run → a turn beyond its steps
+    turn: float = 0.0  # of each turn, beyond its steps
     request: float = 0.0  # between a client and the engine, there and back
     slots: int = 32
     prompt_tokens: int = 2048
@@ -44,11 +44,6 @@ class Times:
         """One step of so many sequences that have so many positions together."""
         return between(self.steps, lanes) + self.position * positions
 
-    def turn(self, lanes: int) -> float:
-        """What goes before the work of a turn. Beyond what was measured it stays what it was there."""
-        first, last = self.turns[0][0], self.turns[-1][0]
-        return between(self.turns, min(max(lanes, first), last))
-
     def prompt(self, tokens: int) -> float:
         """A pass over prompts."""
         return between(self.prompts, tokens) if tokens else 0.0
@@ -61,7 +56,7 @@ class Times:
     def of(cls, row: dict[str, Any]) -> Times:
         """From such a row."""
         named = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
-        for name in {"steps", "prompts", "turns"} & named.keys():
+        for name in ("steps", "prompts"):
             named[name] = tuple((int(at), float(value)) for at, value in named[name])
         return cls(**named)
 

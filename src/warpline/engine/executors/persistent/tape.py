@@ -39,8 +39,7 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     tensors, extents = weights.tensors, plan.extents
     some = tensors["wte.weight"]
     tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=some.device)
-    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)])
-    strides = strides.to(some.device)
+    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=some.device)
     order = torch.tensor(qkv_order(extents), device=some.device)
     for stage, name in _MATRICES.items():
         place = _places_by_head if stage == "out" and extents.cluster > 1 else _places
