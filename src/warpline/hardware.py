@@ -263,6 +263,16 @@ def free_bytes(device: str) -> int | None:
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
+def cache_bytes(device: str) -> int | None:
+    """The largest cache of `device`; None where nobody says."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((1024 * int(size.removesuffix("K")) for size in sizes if re.fullmatch(r"\d+K", size)), default=None)
+
+
 def give_back_freed_memory() -> None:
     """What this process has freed goes back to the system, where the C library (glibc) would keep it for later."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None

@@ -388,3 +388,13 @@ def test_stamps() -> None:
 def test_recorded_session_knows_where_it_comes_from(recorded: Session) -> None:
     assert {"commit", "torch", "device", "time", "source"} <= set(recorded.origin)
     assert recorded.read_gb_s > 0 < recorded.product_tflop_s
+
+
+def test_a_step_lost_in_noise_is_not_given_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First tokens that took longer than whole generations: the recorded steps count, and the session says so."""
+    monkeypatch.setattr(recording, "interleave", lambda *_, **__: [("decode", s) for s in (0.7, 0.5) * 3])
+    wish = Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2, phases=("decode",))
+    session = collect(wish)
+    (phase,) = session.phases
+    assert phase.plain_us == phase.step_us
+    assert any("noise" in note for note in session.notes)

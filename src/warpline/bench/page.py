@@ -6,7 +6,7 @@ import base64
 import html
 from collections.abc import Sequence
 
-from warpline.bench.report import Row, absent, as_case, columns, grouped
+from warpline.bench.report import Row, absent, as_case, columns, grouped, notes
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -14,6 +14,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #8884; }
 th:first-child, td:first-child { text-align: left; }
+div { overflow-x: auto; }
 img { max-width: 100%; background: #fff; border-radius: 6px; margin: .5rem 0; }
 """
 
@@ -22,7 +23,8 @@ def page(rows: Sequence[Row], pictures: dict[str, bytes]) -> str:
     """The page."""
     first = rows[0]
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>warpline bench</title>",
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width'><title>warpline bench</title>",
         f"<style>{STYLE}</style></head><body><h1>warpline bench</h1>",
         f"<p>{html.escape(str(first['device']))}, {first['read_gb_s']:,.0f} GB/s read, torch {first['torch']}, "
         f"{html.escape(str(first['time']))}, commit {str(first['commit'])[:10]}</p>",
@@ -40,5 +42,6 @@ def _table(rows: Sequence[Row]) -> str:
     titles, *lines = columns(rows)
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>" for line in lines)
+    marks = "".join(f"<p>{html.escape(note)}</p>" for note in notes(rows))
     left_out = f"<p>Not measured: {html.escape('; '.join(absent(rows)))}.</p>" if absent(rows) else ""
-    return (f"<table><tr>{head}</tr>{body}</table>" if lines else "") + left_out
+    return (f"<div><table><tr>{head}</tr>{body}</table></div>" if lines else "") + marks + left_out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -75,7 +75,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], object] | Sequence[Callable[[], object]]],
     device: torch.device,
     *,
     repetitions: int,
@@ -83,20 +83,24 @@ def interleave(
     least: int = 3,
 ) -> Iterator[tuple[str, float]]:
     """(name, seconds) of every call in turn, `least` to `repetitions` times: beyond the least, each has an equal part
-    of the budget, so that the slow ones drop out first.
+    of the budget, so that the slow ones drop out first. Several calls under one name run one behind the other, so that
+    their difference is of one moment.
 
     Every other round goes backwards, so that nobody always runs behind the same neighbour.
     """
     part = budget_seconds / max(1, len(calls))
-    taken, last = dict.fromkeys(calls, 0.0), dict.fromkeys(calls, SHORT)
+    taken = dict.fromkeys(calls, 0.0)
+    last: dict[tuple[str, int], float] = {}
     for turn in range(repetitions):
         names = [name for name in calls if turn < least or taken[name] < part]
         for name in names[:: 1 if turn % 2 == 0 else -1]:
-            if last[name] < SHORT:
-                calls[name]()
-            last[name] = timed(calls[name], device)
-            taken[name] += last[name]
-            yield name, last[name]
+            given = calls[name]
+            for i, call in enumerate([given] if callable(given) else given):
+                if last.get((name, i), SHORT) < SHORT:
+                    call()
+                last[name, i] = timed(call, device)
+                taken[name] += last[name, i]
+                yield name, last[name, i]
 
 
 def collect(pairs: Iterable[tuple[str, float]]) -> dict[str, Sample]:

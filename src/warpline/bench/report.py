@@ -17,7 +17,7 @@ Row = dict[str, Any]
 #: What makes two rows one comparison.
 CASE = tuple(field.name for field in fields(Case))
 #: What its rows say of the run and the machine.
-_OF_A_RUN = ("time", "device", "threads", "torch", "read_gb_s")
+_OF_A_RUN = ("time", "device", "threads", "torch", "read_gb_s", "cache_mb")
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -97,8 +97,8 @@ def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, s
 
 #: Columns of the table.
 TITLES = (
-    "method", "mean (σ) s", "tok/s", "requests/s", "lanes", "idle", "reduction", "speed-up", "µs/token", "GB/s",
-    "% of limit", "first token ms",
+    "method", "median s", "±", "tok/s", "requests/s", "lanes", "idle", "speed-up", "µs/token", "GB/s", "% of limit",
+    "first token ms",
 )  # fmt: skip
 
 
@@ -110,26 +110,47 @@ def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
         text = f"cold {row['cold_seconds']:.2f} s, warm {row['warm_seconds']:.2f} s"
         text += "" if row.get("bytecode", True) else ", torch compiled by Python each time"
         return (row["method"], text, *[""] * (len(TITLES) - 2))
-    reduction = speed_up = ""
-    if baseline is not None and row is not baseline:
-        share = row["seconds_mean"] / baseline["seconds_mean"]
-        reduction, speed_up = f"{100 * (1 - share):.2f} %", f"{1 / share:.2f}×"
+    compared = baseline is not None and row is not baseline
+    spread = (row["seconds_p80"] - row["seconds_p20"]) / 2 / row["seconds"]
+    unsure, beyond = "unsure" in row or _is_late(row), row.get("percent_of_limit", 0) > 100
     return (
-        row["method"] + ("" if row["agreeing"] == 1 else f" ({100 * row['agreeing']:.1f} % same)"),
-        f"{row['seconds_mean']:.4f} ({row['seconds_sigma']:.4f})"
-        if row["repetitions"] > 1
-        else f"{row['seconds']:.4f}",
-        f"{row['tokens_per_second']:,.2f}",
+        row["method"]
+        + ("" if row["agreeing"] == 1 else f" ({100 * row['agreeing']:.1f} % same)")
+        + (" †" if unsure else ""),
+        f"{row['seconds']:.4f}",
+        f"{100 * spread:.1f} %" if row["repetitions"] > 1 else "",
+        _optional(row, "tokens_per_second", ",.2f"),
         _optional(row, "requests_per_second", ",.2f"),
         f"{row['padded_batch']} padded" if "padded_batch" in row else _optional(row, "mean_lanes", ",.1f"),
         f"{100 * row['idle_share']:.1f} %" if "idle_share" in row else "",
-        reduction,
-        speed_up,
+        f"{baseline['seconds'] / row['seconds']:.2f}×" if compared and baseline else "",
         _optional(row, "us_per_token", ",.1f"),
         _optional(row, "gb_s", ",.1f"),
-        _optional(row, "percent_of_limit", ".1f"),
-        f"{1e3 * row['first_token_seconds']:,.2f}" if "first_token_seconds" in row else "",
+        _optional(row, "percent_of_limit", ".1f") + ("*" if beyond else ""),
+        f"{1e3 * row['first_token_seconds']:,.2f}" if "first_token_seconds" in row and not _is_late(row) else "",
     )
+
+
+def _is_late(row: Row) -> bool:
+    """Whether its first token was measured to come behind its last, in other generations: noise."""
+    return bool(row.get("first_token_seconds", 0.0) >= row.get("seconds", 1.0)) and row["new"] > 1
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What the marks of a table mean, those that it has."""
+    timed = [row for row in rows if row["status"] == "ok" and "seconds" in row]
+    found = []
+    if any(row.get("percent_of_limit", 0) > 100 for row in timed):
+        caches = {row.get("cache_mb") for row in timed}
+        held = ", ".join(f"{size:,.0f} MB" for size in sorted(filter(None, caches)))
+        found.append(
+            "* beyond what memory was measured to give: a part of the weights stays in a cache"
+            + (f" ({held})" if held else "")
+            + ", or the machine was busier when the limit was measured."
+        )
+    if any("unsure" in row or _is_late(row) for row in timed):
+        found.append("† the time from first to last token is less than the noise, and is left out.")
+    return found
 
 
 def _optional(row: Row, name: str, form: str) -> str:
@@ -138,7 +159,7 @@ def _optional(row: Row, name: str, form: str) -> str:
 
 def baseline(rows: Sequence[Row]) -> Row | None:
     """What the others are compared with: the first method that is not ours and was measured, or the first of all."""
-    measured = [row for row in rows if row["status"] == "ok" and "seconds_mean" in row]
+    measured = [row for row in rows if row["status"] == "ok" and "seconds" in row]
     return next((row for row in measured if row["method"] not in OURS), measured[0] if measured else None)
 
 
@@ -151,8 +172,14 @@ def markdown(rows: Sequence[Row]) -> str:
         if lines:
             drawn = [titles, ["---"] * len(titles), *lines]
             parts.append("\n".join("| " + " | ".join(line) + " |" for line in drawn))
+        parts += [_escaped(note) for note in notes(group)]
         parts += ["Not measured: " + "; ".join(absent(group)) + "."] if absent(group) else []
     return "\n\n".join(parts)
+
+
+def _escaped(note: str) -> str:
+    """Not the beginning of a list."""
+    return "\\" + note if note.startswith("*") else note
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:

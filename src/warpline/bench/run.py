@@ -38,6 +38,9 @@ TRIAL_TOKENS = 4
 #: Beyond this, no cache matters, and reading is as fast as it is.
 MOST_MEGABYTES = 1024
 
+#: What a row says whose time from the first token to the last is smaller than the noise.
+UNSURE = "the time from first to last token is less than the noise: more --repetitions, or more tokens"
+
 Row = dict[str, Any]
 Tick = Callable[[float], None]
 
@@ -50,6 +53,24 @@ class Built:
     ids: Any  # the prompts, as its user has them
     row: Row
     seconds: float  # of the generation that was judged
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """First tokens and whole generations: where there are as many, each right before its generation."""
+
+    first: Sample
+    whole: Sample
+
+    @property
+    def decode(self) -> float | None:
+        """Seconds from the first token to the last: the median over pairs, which share what the machine did then.
+        None where noise exceeds it, so that a first token would come behind the last."""
+        firsts, wholes = self.first.seconds, self.whole.seconds
+        if len(firsts) != len(wholes):
+            firsts = (self.first.median,) * len(wholes)
+        decode = Sample(tuple(whole - first for first, whole in zip(firsts, wholes, strict=True))).median
+        return decode if decode > 1e-6 and self.first.median < self.whole.median else None
 
 
 @dataclass(slots=True)
@@ -65,7 +86,9 @@ class Bench:
     def prepare(self) -> None:
         """Where this run comes from, and what copying costs here."""
         described = hardware.describe(self.settings.device)
-        self.origin = provenance() | {"device": described.name}
+        self.origin = provenance() | {"device": described.name, "cores": described.units}
+        if (cache := hardware.cache_bytes(self.settings.device)) is not None:
+            self.origin["cache_mb"] = round(cache / 1e6, 1)
         if described.kind == "cuda":
             self.origin["copy_gb_s"] = round(copy_bandwidth(), 1)
         else:
@@ -91,16 +114,24 @@ class Bench:
         the faster of the model's bytes and of many."""
         key = (case.model, case.dtype)
         if key not in self._limits:
-            bytes_read = cost.weight_bytes(read_config(case.model), case.dtype)
-            megabytes = min(max(16, bytes_read // 1_000_000), MOST_MEGABYTES)
-            if self.settings.device == "cpu":
-                read = hardware.measure_bandwidth("cpu", megabytes, repeats=20)  # neighbours come and go
-                rate = product_rate(torch.float32, 2048, "cpu")
-            else:
-                read = max(read_bandwidth(size) for size in {megabytes, MOST_MEGABYTES})
-                rate = product_rate(TORCH_DTYPES[case.dtype])
-            self._limits[key] = {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
+            self._limits[key] = self._measured(case)
         return self._limits[key]
+
+    def _measure_again(self, case: Case) -> None:
+        """The better of what was measured before and of what is measured now."""
+        before, now = self.limits(case), self._measured(case)
+        self._limits[case.model, case.dtype] = {name: max(before[name], now[name]) for name in before}
+
+    def _measured(self, case: Case) -> dict[str, float]:
+        bytes_read = cost.weight_bytes(read_config(case.model), case.dtype)
+        megabytes = min(max(16, bytes_read // 1_000_000), MOST_MEGABYTES)
+        if self.settings.device == "cpu":
+            read = hardware.measure_bandwidth("cpu", megabytes, repeats=20)  # neighbours come and go
+            rate = product_rate(torch.float32, 2048, "cpu")
+        else:
+            read = max(read_bandwidth(size) for size in {megabytes, MOST_MEGABYTES})
+            rate = product_rate(TORCH_DTYPES[case.dtype])
+        return {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
 
     def _at_best(self, case: Case) -> float:
         """Seconds of one generation at the limits of this machine."""
@@ -179,9 +210,13 @@ class Bench:
                 built[name] = found
             tick(0.5 if found is not None else 1)
         del oracle
-        samples = self._time(case, built, prompts.device, deadline)
+        times = self._time(case, built, prompts.device, deadline)
+        said = {name: figures(case, config, times[name], name, self.limits(case)) for name in built}
+        if any(row.get("percent_of_limit", 0) > 100 for row in said.values()):
+            self._measure_again(case)  # it may have been measured while a neighbour was busy
+            said = {name: figures(case, config, times[name], name, self.limits(case)) for name in built}
         for name, one in built.items():
-            one.row |= figures(case, config, samples, name, self.limits(case))
+            one.row |= said[name]
             one.method.close()
             tick(0.5)
         built.clear()
@@ -247,27 +282,31 @@ class Bench:
         )
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
 
-    def _time(self, case: Case, built: dict[str, Built], device: torch.device, deadline: Deadline) -> dict[str, Sample]:
-        """Rounds in which everybody takes turns. In a hurry there may be none for whole generations: then the one that
-        was judged has to do."""
-        whole: dict[str, Callable[[], object]] = {}
-        first: dict[str, Callable[[], object]] = {}
-        for name, one in built.items():
-            first[f"{name} first"] = lambda b=one: b.method.answer(b.ids, 1)  # type: ignore[misc]
-            if case.kind != "prefill":
-                whole[f"{name} whole"] = lambda b=one: b.method.answer(b.ids, case.new)  # type: ignore[misc]
+    def _time(self, case: Case, built: dict[str, Built], device: torch.device, deadline: Deadline) -> dict[str, Times]:
+        """Rounds in which everybody takes turns: a first token, and behind it a whole generation. In a hurry there may
+        be none for whole generations: then the one that was judged has to do."""
         left = deadline.left
         hurried = left < 3 * sum(one.seconds for one in built.values())
+        paired = not hurried and case.kind != "prefill"
+        calls: dict[str, list[Callable[[], object]]] = {}
+        for name, one in built.items():
+            calls[name] = [lambda b=one: b.method.answer(b.ids, 1)]  # type: ignore[misc]
+            if paired:
+                calls[name].append(lambda b=one: b.method.answer(b.ids, case.new))  # type: ignore[misc]
         found = collect(
             interleave(
-                first if hurried else whole | first,
+                calls,
                 device,
                 repetitions=self.settings.repetitions,
                 budget_seconds=min(self.settings.budget_seconds, left),
                 least=1 if hurried else 3,
             )
         )
-        return {f"{name} whole": Sample((one.seconds,)) for name, one in built.items()} | found
+        if paired:
+            return {name: Times(Sample(s.seconds[::2]), Sample(s.seconds[1::2])) for name, s in found.items()}
+        if case.kind == "prefill":
+            return {name: Times(sample, sample) for name, sample in found.items()}
+        return {name: Times(sample, Sample((built[name].seconds,))) for name, sample in found.items()}
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -297,12 +336,12 @@ class Bench:
         return f"needs {need:,} bytes, {need - free:,} more than are free: use a smaller batch or model"
 
 
-def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: str, limits: dict[str, float]) -> Row:
-    """What a row says of a method's times."""
+def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: dict[str, float]) -> Row:
+    """What a row says of a method's times: medians."""
     kind = known.find(name)
     case = replace(case, dtype=kind.stored or case.dtype)
     counted = kind.exact or kind.stored  # others move fewer bytes than the dtype says
-    whole = samples[f"{name} first" if case.kind == "prefill" else f"{name} whole"]
+    whole, first = times.whole, times.first
     row: Row = dict(whole.figures())
     if case.kind == "prefill":
         work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
@@ -312,12 +351,16 @@ def figures(case: Case, config: ModelConfig, samples: dict[str, Sample], name: s
             best = plan.seconds_at_best(case, config, *limits.values())
             row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
-    first = samples[f"{name} first"].median
-    steps = case.new - 1
-    decode = whole.median - first
-    row["first_token_seconds"] = round(first, 7)
     row["tokens_per_second"] = round(case.batch * case.new / whole.median, 2)
-    if steps > 0 and decode > 0:
+    decode = times.decode
+    if case.new > 1 and decode is None:
+        row["unsure"] = UNSURE
+        if case.kind == "decode":
+            del row["tokens_per_second"]
+        return row
+    row["first_token_seconds"] = round(first.median, 7)
+    if decode is not None and case.new > 1:
+        steps = case.new - 1
         if case.kind == "decode":
             row["tokens_per_second"] = round(case.batch * steps / decode, 2)
         row["us_per_token"] = round(1e6 * decode / steps, 3)

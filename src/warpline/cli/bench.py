@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,6 +76,8 @@ def bench(
     if "int8" in dtypes:
         methods, dtypes = _int8(methods, dtypes)
     methods = methods or list(METHODS)
+    if (charts or html) and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--html and --charts draw with matplotlib: pip install 'warpline[plot]'")
     for path in filter(None, (csv, md, html)):  # said now, not when everything has been measured
         if not path.parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
@@ -223,13 +226,13 @@ def _print_card(lines: list[tuple[str, str]]) -> None:
 
 
 def _print_case(rows: list[dict[str, Any]]) -> None:
-    from warpline.bench.report import absent, as_case, columns
+    from warpline.bench.report import absent, as_case, columns, notes
 
     typer.echo(as_case(rows[0]).label)
     titles, *lines = columns(rows)
     if lines:
         print_table(titles, lines)
-    typer.echo("".join(f"not measured: {who}\n" for who in absent(rows)))
+    typer.echo("".join(f"{note}\n" for note in notes(rows)) + "".join(f"not measured: {who}\n" for who in absent(rows)))
 
 
 def _numbers(name: str, text: str | None) -> list[int]:

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.protocol import timed
-from warpline.bench.run import Bench, tidy
+from warpline.bench.protocol import Sample, interleave
+from warpline.bench.run import Bench, Times, tidy
 from warpline.bench.workloads import Case, Settings
 from warpline.errors import ConfigError
 from warpline.model.weights import read_config
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 64
 #: Decode steps that run, recorded but not counted, before those that count.
 WARM_STEPS = 2
+#: Generations that are timed while nobody records, at most: fewer where they take long.
+PLAIN = 15
 #: Prompts that are recorded.
 PROMPTS = 3
 _PREFIX, _MARK, _END = "warpline|", "warpline mark", "warpline mark end"
@@ -153,11 +155,12 @@ class _Recorder:
 
     def phase(self, name: str) -> Phase:
         """Record a phase, by stamps where the launch is one, by events where CUPTI does not answer."""
-        plain = self._plain(name)
-        steps = self.wish.steps
+        plain, steps = self._plain(name), self.wish.steps
+        if plain is None:
+            self.notes.append(f"{name}: noise exceeds the time of a step that nobody records, so recorded steps count")
         if name == "decode" and (stamped := self.method.stamped(self.given, steps + 1, stamps.RUNS)) is not None:
             layers = self.method.weights.config.n_layer
-            return stamps.decode_phase(stamped, layers, steps, plain, self._work(name))
+            return stamps.decode_phase(stamped, layers, steps, plain or statistics.median(stamped.us), self._work(name))
         source = "kineto"
         try:
             found = self._recorded(name, _kineto)
@@ -181,7 +184,7 @@ class _Recorder:
             step_us=mean,
             fastest_us=min(found.steps),
             slowest_us=max(found.steps),
-            plain_us=plain,
+            plain_us=mean if plain is None else plain,
             work=self._work(name),
             spans=found.spans,
             kernels=found.kernels if source == "kineto" else (),  # events see modules alone
@@ -189,15 +192,17 @@ class _Recorder:
             timeline=found.timeline,
         )
 
-    def _plain(self, name: str) -> float:
-        """µs of a step when nobody looks: the median of a few."""
-        one = [timed(lambda: self.method.generate(self.given, 1), self._device) for _ in range(3)]
-        first = statistics.median(one)
+    def _plain(self, name: str) -> float | None:
+        """µs of a step when nobody looks, the median of a few; None where noise exceeds it."""
+        calls = [lambda: self.method.generate(self.given, 1)]
+        if name == "decode":
+            new = self.wish.case.new
+            calls.append(lambda: self.method.generate(self.given, new))
+        found = [seconds for _, seconds in interleave({name: calls}, self._device, repetitions=PLAIN, budget_seconds=1)]
         if name == "prefill":
-            return 1e6 * first
-        new = self.wish.case.new
-        whole = [timed(lambda: self.method.generate(self.given, new), self._device) for _ in range(3)]
-        return max(1e6 * (statistics.median(whole) - first) / (new - 1), 0.01)
+            return 1e6 * statistics.median(found)
+        decode = Times(Sample(tuple(found[::2])), Sample(tuple(found[1::2]))).decode
+        return None if decode is None else 1e6 * decode / (new - 1)
 
     def _work(self, name: str) -> Work:
         context = self.wish.context
