@@ -310,3 +310,12 @@ def test_doctor(run: Run) -> None:
     assert report["software"]["warpline"] == __version__
     _, _, err = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4")
     assert "% of the measured" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"), [("float32", "fp32"), ("float16", "fp16"), ("half", "fp16"), ("bfloat16", "bf16")]
+)
+def test_names_of_others_are_known(run: Run, given: str, ours: str) -> None:
+    code, out, _ = run("generate", "Hello", "--model", SMALL, "--max-tokens", "3", "--dtype", given, "--json")
+    assert code == 0
+    assert (json.loads(out)["dtype"], json.loads(out)["new_tokens"]) == (ours, 3)

@@ -14,6 +14,7 @@ from tests.cli.conftest import Run
 from tests.tune import standin
 from tests.tune.conftest import GPU
 from warpline.cli.doctor import _count
+from warpline.errors import KernelError
 from warpline.kernels import choices
 from warpline.kernels.catalog import find
 from warpline.kernels.choices import Summary
@@ -168,3 +169,14 @@ def test_doctor_counts_choices(run: Run) -> None:
     assert text == (
         "Tesla T4: 3 choices of your own sweep, 10 shipped (10 projected), 2 stale: run 'warpline tune' (there.json)"
     )
+
+
+@pytest.mark.parametrize("options", [(), ("--gpu", "t4")])
+def test_without_the_compiler_nothing_is_tried(run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str]) -> None:
+    def missing() -> str:
+        raise KernelError("compiling kernels needs NVRTC: pip install 'warpline[cuda]'")
+
+    monkeypatch.setattr("warpline.kernels.compile.nvrtc_version", missing)
+    code, out, err = run("tune", *options)
+    assert (code, out) == (2, "")
+    assert err == "error: compiling kernels needs NVRTC: pip install 'warpline[cuda]'\n"

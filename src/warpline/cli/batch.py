@@ -22,7 +22,9 @@ def batch(
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
     ] = DEFAULT,
     column: Annotated[str, typer.Option(help="The field, or column, with the prompt.")] = "prompt",
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = _SAMPLING.max_tokens,
+    max_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--max-tokens", help="Tokens to generate at most.")
+    ] = _SAMPLING.max_tokens,
     temperature: Temperature = _SAMPLING.temperature,
     top_k: TopK = _SAMPLING.top_k,
     top_p: TopP = _SAMPLING.top_p,

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from warpline.kernels.spec import KernelSpec
 
 
+#: What transformers and vLLM call our dtypes.
+_DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def _our_name(dtype: str) -> str:
+    return _DTYPE_NAMES.get(dtype, dtype)
+
+
 #: Options that several verbs have.
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
@@ -24,7 +32,9 @@ PresencePenalty = Annotated[float, typer.Option(help="-2 to 2: lowers tokens tha
 FrequencyPenalty = Annotated[float, typer.Option(help="-2 to 2: the same, for each time that it has them.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
-Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, or on a CPU int8.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or on a CPU int8.", callback=_our_name)
+]
 
 
 class DefaultGroup(TyperGroup):

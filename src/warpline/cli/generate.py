@@ -43,7 +43,9 @@ def generate(
         str,
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
     ] = DEFAULT,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = _SAMPLING.max_tokens,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--max-tokens", help="Tokens to generate at most.")
+    ] = _SAMPLING.max_tokens,
     temperature: Temperature = _SAMPLING.temperature,
     top_k: TopK = _SAMPLING.top_k,
     top_p: TopP = _SAMPLING.top_p,

@@ -54,6 +54,10 @@ def tune(
         _show(rows, as_json, picture)
         return
 
+    from warpline.kernels.compile import nvrtc_version
+
+    nvrtc_version()  # without it every candidate would fail, one by one
+
     import torch
 
     if target is None and not torch.cuda.is_available():
