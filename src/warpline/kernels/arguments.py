@@ -70,6 +70,21 @@ def between(low: float, high: float) -> Values:
     return Values("fp32", between=(low, high))
 
 
+def often(value: float, low: float, high: float, shape: str) -> Values:
+    """As `between`, but about half of them are `value`: the case that a kernel may treat as a special one. The largest
+    case of all, which is timed, has none of these."""
+
+    def made(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
+        import torch
+
+        count = dims[shape]
+        numbers = low + (high - low) * torch.rand(count, generator=generator)
+        usual = torch.rand(count, generator=generator) < (0.0 if full else 0.5)
+        return numbers.masked_fill(usual, value)
+
+    return Values("fp32", made=made)
+
+
 STORAGE = Values()
 FLOAT = Values("fp32")
 BITS = Values("int32")

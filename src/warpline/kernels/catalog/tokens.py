@@ -16,6 +16,7 @@ from warpline.kernels.arguments import (
     count_of,
     distinct,
     index_into,
+    often,
     reads,
     scratch,
     writes,
@@ -164,7 +165,7 @@ SAMPLE = KernelSpec(
         reads("top_k", "slots", count_of("vocab"), touched="rows"),
         reads("top_p", "slots", between(0.05, 1.3), touched="rows"),
         reads("min_p", "slots", between(0.0, 0.2), touched="rows"),
-        reads("penalty", "slots", between(0.8, 1.5), touched="rows"),
+        reads("penalty", "slots", often(1.0, 0.8, 1.5, "slots"), touched="rows"),
         reads("min_length", "slots", count_of("capacity"), touched="rows"),
         reads("stops_at_eos", "slots", FLAG, touched="rows"),
         reads("biased", "slots", FLAG, touched="rows"),
@@ -188,6 +189,7 @@ SAMPLE = KernelSpec(
         *(_sampling(5, n, 7) for n in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
         _sampling(64, 300, 20),
         _sampling(33, 50257, 1024),
+        _sampling(64, 50304, 1024),  # padded, as the engine has it: vectors of tokens
     ),
     bench_dims=(_sampling(1, 50257, 1024), _sampling(8, 50257, 1024), _sampling(64, 50257, 1024)),
 )

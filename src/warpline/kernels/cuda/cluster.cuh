@@ -27,6 +27,9 @@ __device__ __forceinline__ void store_in_cluster(unsigned address, const float (
 // --- messages: stores into the shared memory of a block of the cluster, whose bytes a barrier there counts ---
 // They are there when `barrier_passed` says so.
 
+// Nanoseconds after which a message that nobody waits for has come, with a wide margin: it takes less than one microsecond.
+constexpr unsigned long long LAST_MESSAGES = 20'000;
+
 // To be done by one thread for each phase of the barrier, which has one arrival, sooner or later than the bytes come.
 __device__ __forceinline__ void expect_bytes(unsigned long long* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900

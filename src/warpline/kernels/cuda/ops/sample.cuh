@@ -9,7 +9,7 @@
 // length of its sequence; the end of text, `eos`, cannot be drawn before `min_length` where it would stop the sequence.
 // Where `biased`, the slot's row of `bias` is added to the logits. `logit` is the row's largest, or infinity if one of them is
 // no number.
-// Traffic: the logits two to eight times, from L2 after the first; one block to a row.
+// Traffic: the logits once, or up to eight times where they are filtered, from L2 after the first; one block to a row.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -50,7 +50,7 @@ struct SampleScratch {
     const float* bias;
     int adjusted;
     unsigned above;
-    int listed, crossing;
+    int listed, crossing, first;
 };
 
 // The bin in which the line falls: the last one, from the top, above which there is less than `target`. `above` starts as
@@ -154,16 +154,18 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     const long long slot = lanes[row];
     logits += static_cast<long long>(row) * VOCAB;
     tokens += slot * capacity;
+    const bool greedy = temperature[slot] <= 0.f, punishes = penalty[slot] != 1.f;
+    const float coolness = greedy ? 1.f : 1.f / temperature[slot];
+    const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
     if (threadIdx.x == 0) {
         s.punishment = penalty[slot];
         s.relief = 1.f / penalty[slot];
         s.bias = bias + slot * entries;
         s.adjusted = biased[slot] ? entries : 0;
+        s.first = VOCAB;
     }
     __syncthreads();
-    const bool greedy = temperature[slot] <= 0.f, punishes = penalty[slot] != 1.f;
-    const float coolness = greedy ? 1.f : 1.f / temperature[slot];
-    const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
+    const bool adjusts = punishes || s.adjusted > 0 || banned >= 0;
 
     if (punishes) {
         for (int i = threadIdx.x; i < ceil_div(VOCAB, 32); i += BLOCK) s.seen[i] = 0;
@@ -177,12 +179,16 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         return i == banned ? -infinity() : v * coolness;
     };
 
+    constexpr int WIDTH = vector_width<T>(VOCAB), STEP = BLOCK * WIDTH;
+    using Pack = Vec<T, WIDTH>;
+    const auto pack_at = [&](int i) { return *reinterpret_cast<const Pack*>(logits + i); };
+
     // f(token, logit), each token by some thread.
     const auto each = [&](auto f) {
-        constexpr int WIDTH = vector_width<T>(VOCAB), AT_ONCE = UNROLL > WIDTH ? UNROLL / WIDTH : 1;
+        constexpr int AT_ONCE = UNROLL > WIDTH ? UNROLL / WIDTH : 1;
 #pragma unroll AT_ONCE
-        for (int i = threadIdx.x * WIDTH; i < VOCAB; i += BLOCK * WIDTH) {
-            const auto pack = *reinterpret_cast<const Vec<T, WIDTH>*>(logits + i);
+        for (int i = threadIdx.x * WIDTH; i < VOCAB; i += STEP) {
+            const Pack pack = pack_at(i);
 #pragma unroll
             for (int j = 0; j < WIDTH; ++j) f(i + j, to_float(pack.at[j]));
         }
@@ -198,28 +204,66 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
                 at = i;
             }
         };
-        each([&](int i, float v) { take(value_of(i, v), i); });
+        const auto take_over_lanes = [&] {
 #pragma unroll
-        for (int other = WARP / 2; other > 0; other /= 2) {
-            take(__shfl_xor_sync(0xffffffffu, best, other), __shfl_xor_sync(0xffffffffu, at, other));
-        }
+            for (int other = WARP / 2; other > 0; other /= 2) {
+                take(__shfl_xor_sync(0xffffffffu, best, other), __shfl_xor_sync(0xffffffffu, at, other));
+            }
+        };
+        each([&](int i, float v) { take(value_of(i, v), i); });
+        take_over_lanes();
         __syncthreads();
         if (threadIdx.x % WARP == 0) {
             s.reduced[threadIdx.x / WARP] = best;
             s.index[threadIdx.x / WARP] = at;
         }
         __syncthreads();
-        for (int i = 0; i < WARPS; ++i) take(s.reduced[i], s.index[i]);
+        best = s.reduced[threadIdx.x % WARPS];
+        at = s.index[threadIdx.x % WARPS];
+        take_over_lanes();
         return at;
     };
+
+    // The likeliest token, and the largest logit.
     float highest = -infinity();
     bool odd = false;  // whether there is a logit that is no number, or has no bound
-    const int likeliest = choose([&](int i, float v) {
-        highest = fmaxf(highest, v);
-        odd |= !(v < infinity());
-        return score(i, v);
-    });
-    highest = __syncthreads_or(odd) ? infinity() : group_max<WARPS>(highest, s.reduced);
+    int likeliest;
+    if (adjusts) {
+        likeliest = choose([&](int i, float v) {
+            highest = fmaxf(highest, v);
+            odd |= !(v < infinity());
+            return score(i, v);
+        });
+    } else {
+        // Scores have the order of logits: only the largest logit is looked for, and then, by who has it, its token.
+        constexpr int AT_ONCE = 4;
+        for (int first = threadIdx.x * WIDTH; first < VOCAB; first += AT_ONCE * STEP) {
+            Pack pack[AT_ONCE];
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+                if (first + u * STEP < VOCAB) pack[u] = pack_at(first + u * STEP);
+            }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+                if (first + u * STEP >= VOCAB) continue;
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) highest = max_or_nan(highest, to_float(pack[u].at[j]));
+            }
+        }
+        odd = !(highest < infinity());
+    }
+    const float own = highest;
+    highest = group_max<WARPS>(highest, s.reduced);
+    if (!adjusts) {
+        if (own == highest) {
+            each([&](int i, float v) {
+                if (v == highest) atomicMin(&s.first, i);
+            });
+        }
+        __syncthreads();
+        likeliest = min(s.first, VOCAB - 1);  // there is none where no logit is a number
+    }
+    if (__syncthreads_or(odd)) highest = infinity();
     if (threadIdx.x == 0) logit[row] = highest;
     if (greedy) {
         if (threadIdx.x == 0) token[row] = likeliest;

@@ -34,8 +34,14 @@ class AttentionInClusters : protected Parts<M> {
     static __device__ __forceinline__ int head() { return blockIdx.x / SIZE; }
     static __device__ __forceinline__ bool has_head() { return head() < HEADS; }
 
+    // A barrier takes one arrival a phase, and a second one is a fault of the launch. The phase before is over, unless the
+    // watchdog has ended a wait for it, here or in another block.
     __device__ __forceinline__ void expect(Message which, int bytes) {
-        if (thread_index() == 0) expect_bytes(desk.inbox.arrived + which, bytes);
+        if (thread_index() != 0) return;
+        while (!barrier_passed(desk.inbox.arrived + which, parity ^ 1)) {
+            if (desk.dog.dead) return;
+        }
+        expect_bytes(desk.inbox.arrived + which, bytes);
     }
     template <typename V>
     __device__ __forceinline__ void send_to(int peer, Message which, const void* at, const V& value) {

@@ -196,6 +196,10 @@ class Decode : Choice<M> {
             Watch watch(desk.dog, arguments.fault, arguments.patience);
             TapeOf::feed(arguments.tape, desk.plan.reel(M::SCREENED), HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
             while (!watch.look()) __nanosleep(200);
+            if constexpr (Place::IN_CLUSTERS) {
+                // A wait that was ended leaves messages under way, which must find the memory that they are sent to.
+                for (const auto ended = nanoseconds(); desk.dog.dead && nanoseconds() - ended < LAST_MESSAGES;) continue;
+            }
         }
         if constexpr (Place::IN_CLUSTERS) meet_cluster();  // nor after his memory is gone
     }
