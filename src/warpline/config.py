@@ -19,6 +19,8 @@ ACTIVATION_DTYPES = {**KV_DTYPES, "int8": "fp32"}
 #: Half a unit in the last place of each.
 ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")
+#: What a row's bits may depend on besides its own tokens (docs/determinism.md).
+DETERMINISTIC = ("off", "batch")
 #: Activation names of Hugging Face configs, by the function they mean.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -283,8 +285,11 @@ class EngineConfig:
     max_batch: int | None = None
     #: Threads on a CPU; None takes as many as torch does, and no more than there are cores.
     threads: int | None = None
+    #: "batch": a sequence's text depends neither on what runs beside it nor on how its prompt is cut.
+    deterministic: str = "off"
 
     def __post_init__(self) -> None:
+        one_of(self.deterministic, DETERMINISTIC, "deterministic")
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
             one_of(self.device, (*DEVICES, "cuda:0"), "device")
         one_of(self.dtype, ("auto", *WEIGHT_BYTES), "dtype")

@@ -15,7 +15,7 @@ from warpline.engine.check.diff import _begin, compare
 from warpline.engine.executors import Executor, create
 from warpline.engine.executors.graph.kernels import KernelsExecutor
 from warpline.engine.executors.graph.prompts import Prompts
-from warpline.engine.executors.graph.schedule import order
+from warpline.engine.executors.graph.schedule import PassRules, order
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
@@ -72,7 +72,7 @@ def test_the_first_op_that_differs_is_named(parameter: str, op: str) -> None:
     weights = load(SMALL)
     wrong = create("kernels", damaged(weights, parameter), CPU, "fp32")
     assert isinstance(wrong, KernelsExecutor)
-    wrong.prompts = Prompts(weights)  # the prompt's K and V are right
+    wrong.prompts = Prompts(PassRules(weights))  # the prompt's K and V are right
     found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(2, 20), 4)
     assert found is not None
     assert found.name == op
@@ -86,7 +86,7 @@ def test_not_a_number_is_a_difference() -> None:
     tensors = {**weights.tensors, "h.1.mlp.c_fc.bias": weights.tensors["h.1.mlp.c_fc.bias"] * torch.nan}
     wrong = create("kernels", replace(weights, tensors=tensors), CPU, "fp32")
     assert isinstance(wrong, KernelsExecutor)
-    wrong.prompts = Prompts(weights)
+    wrong.prompts = Prompts(PassRules(weights))
     found = compare(wrong, create("torch", weights, CPU, "fp32"), texts(1, 20), 4)
     assert found is not None
     assert found.name == "h.1.hidden"

@@ -19,7 +19,14 @@ from warpline.engine.executors import create
 from warpline.engine.executors.graph import prompts as passes
 from warpline.engine.executors.graph import schedule
 from warpline.engine.executors.graph.kernels import KernelsExecutor
-from warpline.engine.executors.graph.schedule import End, block_parameters, buffers, decode_step, head_parameters
+from warpline.engine.executors.graph.schedule import (
+    End,
+    PassRules,
+    block_parameters,
+    buffers,
+    decode_step,
+    head_parameters,
+)
 from warpline.engine.request import Request, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
@@ -63,7 +70,7 @@ def test_tokens_equal_torchs(pair: tuple[LLM, LLM], count: int, params: Sampling
     ],
 )
 def test_a_padded_vocabulary_changes_nothing(pair: tuple[LLM, LLM], params: SamplingParams) -> None:
-    assert decode_step(load(SMALL), 10, End.DRAWN)[-3].inputs[1] == "padded_head.weight"
+    assert decode_step(PassRules(load(SMALL)), 10, End.DRAWN)[-3].inputs[1] == "padded_head.weight"
     found, expected = (llm.generate(prompts(10), params) for llm in pair)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     if params.logprobs is not None:
@@ -75,9 +82,9 @@ def test_a_padded_vocabulary_changes_nothing(pair: tuple[LLM, LLM], params: Samp
 def test_tokens_where_products_standardise_their_rows(
     pair: tuple[LLM, LLM], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "runs_at_once", lambda *_: True)
+    monkeypatch.setattr(schedule, "suits", lambda *_, **__: True)
     ours, params = LLM(SMALL, device="cpu", executor="kernels"), SamplingParams(temperature=0, max_tokens=9)
-    ops = {step.op for step in decode_step(load(SMALL), batch, End.LIKELIEST)}
+    ops = {step.op for step in decode_step(PassRules(load(SMALL)), batch, End.LIKELIEST)}
     assert {"row_statistics", "standard_matmul_bias", "standard_matmul_bias_gelu", "group_matmul_bias_residual"} <= ops
     assert ops.isdisjoint({"residual_layernorm", "matmul_bias_gelu"})
     found, expected = (llm.generate(prompts(batch), params) for llm in (ours, pair[1]))
@@ -102,14 +109,15 @@ def test_window_and_end_of_text() -> None:
 @pytest.mark.parametrize(("batch", "at_once"), [(1, False), (8, False), (9, False), (9, True)])
 def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step reads is a parameter, state, or written before; what it writes has room."""
-    monkeypatch.setattr(schedule, "runs_at_once", lambda *_: at_once)
+    monkeypatch.setattr(schedule, "suits", lambda *_, **__: at_once)
     weights = load(SMALL)
+    rules = PassRules(weights)
     slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.float32)
-    named = buffers(weights, slots, slots.crossing.select(range(batch), batch))
-    parameters = {**block_parameters(weights, batch), **head_parameters(weights, batch)}
+    named = buffers(rules, slots, slots.crossing.select(range(batch), batch))
+    parameters = {**block_parameters(rules, batch), **head_parameters(rules, batch)}
     for end in (End.LIKELIEST, End.DRAWN):
         written: set[int] = set()
-        for step in decode_step(weights, batch, end):
+        for step in decode_step(rules, batch, end):
             spec = step.spec
             dims = spec.dims_of([named[name].shape for name in step.inputs])
             for buffer, name in zip(spec.outputs, step.outputs, strict=True):
@@ -118,6 +126,16 @@ def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.
             for name in step.inputs:
                 fixed = name in parameters or name == "lanes" or hasattr(slots, name) or name.endswith((".k", ".v"))
                 assert fixed or named[name].untyped_storage().data_ptr() in written, (step.op, name)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_invariant_step_has_the_same_ops_for_any_rows(exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "suits", lambda *_, **__: exists)
+    rules = PassRules(load(SMALL), invariant=True)
+    one, *others = ([step.op for step in decode_step(rules, n, rules.end(n, likeliest=True))] for n in (1, 2, 9, 200))
+    assert all(ops == one for ops in others)
+    assert ("standard_matmul_bias" in one) is exists
+    assert "head_argmax" not in one
 
 
 def test_it_cannot_run_every_model() -> None:

@@ -17,7 +17,7 @@ from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import CPU_CALL
 from warpline.bench.methods.static_kv import StaticKVCompiled
 from warpline.engine.executors.graph import schedule
-from warpline.engine.executors.graph.schedule import End, decode_step
+from warpline.engine.executors.graph.schedule import End, PassRules, decode_step
 from warpline.errors import ConfigError
 from warpline.model import cost, observe
 from warpline.model.weights import load
@@ -282,9 +282,9 @@ def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("batch", "whole"), [(1, True), (64, False), (64, True)])
 def test_kernels_are_placed_by_the_schedule(batch: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "runs_at_once", lambda *_: whole)  # as the GPU has it that can, or cannot
+    monkeypatch.setattr(schedule, "suits", lambda *_, **__: whole)  # as the GPU has it that can, or cannot
     weights = load(SMALL)
-    steps = decode_step(weights, batch, End.LIKELIEST)
+    steps = decode_step(PassRules(weights), batch, End.LIKELIEST)
     ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
     names = [f"warpline_{step.op}" for step in steps]
     found = placed(names, ops)

@@ -66,10 +66,12 @@ class LLM:
         window: int | None = None,
         max_batch: int | None = None,
         threads: int | None = None,
+        deterministic: str = "off",
     ):
         asked = EngineConfig(
-            device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads
-        )
+            device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads,
+            deterministic=deterministic,
+        )  # fmt: skip
         one_of(asked.executor, executors.EXECUTORS, "executor")
         chosen_device = torch_device(asked.device)
         if asked.threads is not None:
@@ -105,7 +107,7 @@ class LLM:
         if asked.window is not None:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
         with explained_memory(f"running {model} as {dtype}"):
-            self.executor = executors.create(executor, loaded, device, dtype)
+            self.executor = executors.create(executor, loaded, device, dtype, asked)
         self.config, self.folder = loaded.config, loaded.folder
         self.tokenizer = loaded.tokenizer()
         count = asked.max_batch or default_slots(self.config, dtype, str(device))

@@ -194,19 +194,24 @@ class Packing:
         return Arguments(words, self._starts)
 
 
-def tunables_of(spec: KernelSpec, dtype: str, dims: Dims, device: int, arch: str | None = None) -> Tunables:
+def tunables_of(
+    spec: KernelSpec, dtype: str, dims: Dims, device: int, arch: str | None = None, *, invariant: bool = False
+) -> Tunables:
     """What a launch takes on a device unless it is told: what a sweep found best there, or the default. A sweep's
-    choice is for a GPU's own code, so compiled for another `arch` it is the default."""
+    choice is for a GPU's own code, so compiled for another `arch` it is the default; and it knows only speed, so
+    `invariant` launches have nothing to do with it."""
     own = arch_of(device)
-    found = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(device)) if arch in (None, own) else None
-    return spec.default(dims, dtype, arch or own) if found is None else found
+    asks = arch in (None, own) and not invariant
+    found = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(device)) if asks else None
+    return spec.tunables_for(dims, dtype, arch or own, invariant=invariant) if found is None else found
 
 
 class Plan:
     """One op on tensors of given layouts: checked, its variant and launch chosen, its arguments' places known. Tunables
     that are not given are those that a sweep found best on this GPU, or the default's.
 
-    Overlapping launches begin before the launch ahead of them has ended, where the GPU can.
+    Overlapping launches begin before the launch ahead of them has ended, where the GPU can. Invariant ones have
+    tunables with which a row's bits do not depend on how many rows there are.
     """
 
     def __init__(
@@ -218,6 +223,7 @@ class Plan:
         arch: str | None = None,
         numbers: Mapping[str, float | None] | None = None,
         overlapping: bool = False,
+        invariant: bool = False,
     ):
         own = [tensor for buffer, tensor in zip(spec.inputs, inputs, strict=True) if not buffer.pinned]
         first = own[0] if spec.storage is None else inputs[spec.storage]
@@ -233,7 +239,7 @@ class Plan:
             _require(spec, buffer, tensor, TORCH_TYPES[buffer.element(dtype)], first.device)
         dims = spec.dims_of([tensor.shape for tensor in inputs])
         if tunables is None:
-            tunables = tunables_of(spec, dtype, dims, self._device, self._target)
+            tunables = tunables_of(spec, dtype, dims, self._device, self._target, invariant=invariant)
         self._variant = Variant.of(spec, dtype, dims, self._target, tunables, overlapping=overlapping)
         self.empty = not all(dims.values())
         if not self.empty:

@@ -58,6 +58,8 @@ class KernelSpec:
     allows: Callable[[Dims, Tunables, str], bool] = lambda _dims, _tunables, _dtype: True
     #: The choice made without a sweep, for dimensions, dtype and arch.
     default: Callable[[Dims, str, str], Tunables]
+    #: Tunables with which the bits of a row do not depend on how many rows there are, where the default's may.
+    invariant: Callable[[Dims, str, str], Tunables] | None = None
     launch: Callable[[Dims, Tunables, str], Launch]
     flops: Callable[[Dims], int]
     #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs and then
@@ -137,6 +139,11 @@ class KernelSpec:
         """Whether the op exists in `dtype` for `arch`."""
         written = self.archs is None or arch in self.archs
         return written and dtype in self.dtypes and arch_supports(arch, dtype)
+
+    def tunables_for(self, dims: Dims, dtype: str, arch: str, *, invariant: bool = False) -> Tunables:
+        """The default ones, or those with which a row's bits do not depend on how many rows there are."""
+        chosen = self.invariant if invariant and self.invariant is not None else self.default
+        return chosen(dims, dtype, arch)
 
     def number_values(self, dims: Dims, given: Mapping[str, float | None] | None = None) -> dict[str, Any]:
         """The numbers of a call: those given or named among `dims`, else the usual ones; unknown names are errors."""

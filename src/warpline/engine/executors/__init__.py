@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from warpline.config import ACTIVATIONS, ModelConfig
+from warpline.config import ACTIVATIONS, EngineConfig, ModelConfig
 from warpline.engine.executors.base import Executor
 from warpline.errors import ConfigError, KernelError
 from warpline.hardware import ARCH_LIMITS
@@ -82,6 +82,15 @@ def begin(name: str, config: ModelConfig, device: torch.device, dtype: str) -> N
         _kind(name, dtype).begin(config, dtype)
 
 
-def create(name: str, weights: Weights, device: torch.device, dtype: str) -> Executor:
-    """Make the executor called `name`."""
-    return _kind(name, dtype)(weights, device, dtype)
+def create(
+    name: str, weights: Weights, device: torch.device, dtype: str, asked: EngineConfig | None = None
+) -> Executor:
+    """Make the executor called `name`, as it is asked for."""
+    asked, kind = asked or EngineConfig(), _kind(name, dtype)
+    if asked.deterministic != "off" and not kind.can_be_invariant:
+        raise ConfigError(
+            f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor graph on a GPU"
+        )
+    made = kind(weights, device, dtype)
+    made.set_up(asked, weights.name)
+    return made

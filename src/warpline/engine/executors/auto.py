@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from warpline.config import EngineConfig
 from warpline.engine.executors.base import Executor, Mark
 from warpline.engine.executors.graph.executor import GraphExecutor
 from warpline.engine.executors.graph.schedule import Step
@@ -29,14 +30,24 @@ class AutoExecutor(Executor):
     chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True
+    can_be_invariant = True
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
+        self._weights = weights
         self._graph = GraphExecutor(weights, device, dtype)
         self._persistent: PersistentExecutor | None = None
         self._most, self._last = 0, ""  # lanes that the persistent one takes; which decoded last
+
+    def set_up(self, asked: EngineConfig, model: str) -> None:
+        """The persistent kernel sums in an order of its own, so it has no part in what is invariant."""
+        super().set_up(asked, model)
+        self._graph.set_up(asked, model)
+        if self.invariant:
+            self._tell(ConfigError("deterministic='batch'"))
+            return
         try:
-            self._persistent = PersistentExecutor(weights, device, dtype, prompts=self._graph.prompts)
+            self._persistent = PersistentExecutor(self._weights, self.device, self.dtype, prompts=self._graph.prompts)
         except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
             self._tell(reason)
         else:

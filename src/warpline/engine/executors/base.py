@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from warpline.config import DTYPE_BYTES, KV_DTYPES, ModelConfig
+from warpline.config import DTYPE_BYTES, KV_DTYPES, EngineConfig, ModelConfig
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError, DeviceError
@@ -44,6 +44,10 @@ class Executor(ABC):
     prompt_tokens: int = 2048
     #: Whether requests and tokens cross by ops of the catalog.
     native: bool = False
+    #: Whether it can compute a row the same in any company (`deterministic="batch"`).
+    can_be_invariant: bool = False
+    #: Whether a row's bits must not depend on anything but its own tokens.
+    invariant: bool = False
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         self.config, self.device, self.dtype = weights.config, device, dtype
@@ -52,6 +56,10 @@ class Executor(ABC):
     @classmethod  # noqa: B027 - most have nothing to begin
     def begin(cls, config: ModelConfig, dtype: str) -> None:
         """Begin what takes long and needs no weights, which may be loaded meanwhile."""
+
+    def set_up(self, asked: EngineConfig, model: str) -> None:
+        """What holds for all sequences, before the first."""
+        self.invariant = asked.deterministic == "batch"
 
     @property
     def described(self) -> str:

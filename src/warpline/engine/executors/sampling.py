@@ -63,18 +63,29 @@ def lower(slots: Slots, rows: Records, token: Tensor, which: Tensor) -> None:
     slots.counts[place] = had + which.int()
 
 
+def _likeliest(logprob: Tensor, count: int) -> Tensor:
+    """The tokens of the largest `count` of each row, of equal ones the first: torch's topk has no order of ties."""
+    bits = logprob.contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers of the same order
+    last = logprob.shape[1] - 1
+    keys = ordered << 32 | last - torch.arange(last + 1, device=logprob.device)
+    return last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
 def note_logprobs(
     slots: Slots, lanes: Sequence[int], logits: Tensor, was_done: Tensor, index: Tensor | None = None
 ) -> None:
-    """Note the log-probabilities of a step that has appended its tokens, chosen from `logits` [lanes, V or more]; not
-    of slots that were done before it (`was_done` [lanes])."""
+    """Note the log-probabilities of a step that has appended its tokens, chosen from `logits` [lanes, V or more, which
+    are -inf]; not of slots that were done before it (`was_done` [lanes]). All columns count, because torch's sums
+    depend on how a row is aligned, and rows of a padded width are all aligned alike."""
     assert slots.logprob is not None
     assert slots.top_logprob is not None
     assert slots.top_token is not None
     index = slots.crossing.select(lanes, len(lanes)) if index is None else index
     at = index, slots.length[index] - 1
-    logprob = logits[:, : slots.config.vocab_size].float().log_softmax(dim=-1)
-    values, tokens = logprob.topk(slots.top_logprob.shape[-1], dim=-1)
+    logprob = logits.float().log_softmax(dim=-1)
+    tokens = _likeliest(logprob, slots.top_logprob.shape[-1])
+    values = logprob.gather(1, tokens)
     chosen = logprob.gather(1, slots.tokens[at][:, None])[:, 0]
     for buffer, found in ((slots.logprob, chosen), (slots.top_logprob, values), (slots.top_token, tokens)):
         stays = was_done.view(-1, *[1] * (found.dim() - 1))

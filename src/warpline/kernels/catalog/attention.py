@@ -123,6 +123,11 @@ def flash_defaults(depth: int, blocks: Callable[[int], int], dtype: str, arch: s
     }
 
 
+def flash_invariant(depth: int, dtype: str, arch: str) -> Tunables:
+    """What is best for few rows, whatever their number: keys of a step and teams decide how a query's sums are made."""
+    return flash_defaults(depth, lambda _tile_queries: 0, dtype, arch)
+
+
 def flash_launch(blocks: int, depth: int, tunables: Tunables, dtype: str) -> Launch:
     """So many blocks, each with memory for its queries and for the keys and values that are on their way."""
     size, queries, keys = DTYPE_BYTES[dtype], tunables["tile_queries"], tunables["tile_keys"]
@@ -207,7 +212,16 @@ def _decode_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
     splits = next((n for n in (1, 2, 4, 8) if rows * n >= 256 or positions <= 128 * n), 16)
     unroll = 4 if rows * splits < 256 and dtype != "fp32" else 2
     warps = 8 if rows < 256 or positions > 256 else 4 if rows < 1536 else 1
-    return {"warps": warps, "unroll": unroll, "splits": splits}
+    return {"warps": warps, "unroll": unroll, "splits": splits, "part": 0}
+
+
+#: Positions of a part where it may not depend on the batch, and the parts that a row may have.
+_FIXED_PART, _SPLITS = 256, (1, 2, 4, 8, 16)
+
+
+def _decode_invariant(dims: Dims, _dtype: str, _arch: str) -> Tunables:
+    splits = next((n for n in _SPLITS if dims["positions"] <= n * _FIXED_PART), _SPLITS[-1])
+    return {"warps": 4, "unroll": 2, "splits": splits, "part": _FIXED_PART}
 
 
 def _decode_launch(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
@@ -289,8 +303,9 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             Scalar("scale", lambda dims: dims["depth"] ** -0.5),
         ),
         constants=("depth",),
-        tunables={"warps": (4, 1, 2, 8), "unroll": (4, 2, 8), "splits": (1, 2, 4, 8, 16)},
+        tunables={"warps": (4, 1, 2, 8), "unroll": (4, 2, 8), "splits": _SPLITS, "part": (0, _FIXED_PART)},
         default=_decode_defaults,
+        invariant=_decode_invariant,
         launch=_decode_launch,
         flops=lambda dims: (
             4

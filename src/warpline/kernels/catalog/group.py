@@ -21,6 +21,8 @@ _TUNABLES = {
     "tile_n": (48, 16, 32, 64, 96, 128, 144, 192),
     "splits": (1, 2, 4),
     "stages": (4, 1, 2, 3, 5, 6, 8, 12),
+    "chains": (2, 1),
+    "segments": (1, 2, 4),
 }
 #: Tiles (rows, outputs, splits) in the order in which they are tried, and inputs from which on clusters share them. The
 #: first of which all run at once is the fastest or nearly so (H200, gpt2's products of 64 to 1,024 rows).
@@ -28,6 +30,10 @@ _NORM_TILES = ((64, 64, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1), (128, 144,
 _TILES = ((64, 16, 1), (64, 32, 1), (128, 32, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1))
 _SPLIT_TILES = ((64, 64, 4), (128, 64, 4), (128, 64, 2), (128, 48, 1))
 _SPLIT_INPUTS = 2048
+#: The same where bits may not depend on the tile, and where no library takes over with thousands of rows: segments are
+#: those of a cluster of four, also where there is no cluster.
+_TILES_INVARIANT = (*_TILES, (128, 192, 1))
+_SPLIT_TILES_INVARIANT = ((64, 64, 4), (128, 64, 4), (128, 48, 1), (128, 96, 1), (128, 128, 1))
 #: Blocks that every card of 132 SMs runs at once: clusters of four leave some SMs idle. With 64 rows to a block, more
 #: of them than this are slower, too.
 _BLOCKS, _FEW_BLOCKS = 128, 96
@@ -49,9 +55,13 @@ def _allows(norm: bool) -> Callable[[Dims, Tunables, str], bool]:
         eights = tunables["tile_n"] // 8 // halves  # of a warp's outputs: there is no product of nine
         whole = inputs % (_DEPTH * splits) == 0 and dims["outputs"] % _SLICE == 0
         whole = whole and eights != 9 and (norm or eights % 2 == 0) and (eights <= 16 or splits == 1)
-        standards, lines, barriers = tunables["tile_m"] * 16 * halves, tunables["tile_n"] * 8, tunables["stages"] * 16
+        standards, lines, barriers = tunables["tile_m"] * 32, tunables["tile_n"] * 8, tunables["stages"] * 16
         shared = _launch(dims, tunables, dtype).shared_bytes + standards + lines + barriers
-        sums, statistics = eights * (8 if eights <= 8 else 4), inputs // _SLICE // halves if norm else 0
+        chains, segments = tunables["chains"], tunables["segments"]
+        whole = whole and (splits == 1 or segments == splits)
+        whole = whole and inputs % (_DEPTH * segments) == 0 and (chains == 1 or eights <= 8)
+        sums = eights * 4 * (chains + (segments > splits))
+        statistics = inputs // _SLICE // halves if norm else 0
         fits = shared <= ARCH_LIMITS["sm_90"].block_shared_bytes and sums + statistics <= _REGISTERS
         tiles_of_block = inputs // splits // _DEPTH  # a stage is given back when the next one is read: one is too few
         return whole and fits and min(2, tiles_of_block) <= tunables["stages"] <= tiles_of_block
@@ -61,20 +71,48 @@ def _allows(norm: bool) -> Callable[[Dims, Tunables, str], bool]:
 
 def _defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
     def defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-        """The first tiles of which all run at once; none may, and then it is the largest."""
-        inputs, found = dims["inputs"], dict[str, int]()
-        clusters = not norm and inputs >= _SPLIT_INPUTS and inputs % (4 * _DEPTH) == 0
-        for m, n, splits in _NORM_TILES if norm else _SPLIT_TILES if clusters else _TILES:
-            most = min(inputs // splits // _DEPTH, _RING_BYTES // ((m + n) * _DEPTH * DTYPE_BYTES[dtype]))
-            stages = max((count for count in _TUNABLES["stages"] if count <= most), default=1)
-            choice = {"tile_m": m, "tile_n": n, "splits": splits, "stages": stages}
-            if not found or _allows(norm)(dims, choice, dtype):
-                found = choice
-            if _launch(dims, found, dtype).grid <= (_FEW_BLOCKS if splits == 4 or m == 64 else _BLOCKS):
-                break
-        return found
+        tiles = _NORM_TILES if norm else _SPLIT_TILES if _in_clusters(dims) else _TILES
+        return _first_at_once(dims, dtype, norm, tiles)
 
     return defaults
+
+
+def _invariant(norm: bool) -> Callable[[Dims, str, str], Tunables]:
+    def invariant(dims: Dims, dtype: str, _arch: str) -> Tunables:
+        """One chain of sums, which there is room for in tiles of every size."""
+        clusters = not norm and _in_clusters(dims)
+        tiles = _NORM_TILES if norm else _SPLIT_TILES_INVARIANT if clusters else _TILES_INVARIANT
+        return _first_at_once(dims, dtype, norm, tiles, chains=1, segments=4 if clusters else 1)
+
+    return invariant
+
+
+def _in_clusters(dims: Dims) -> bool:
+    """Whether the inputs are so many that clusters share them."""
+    return dims["inputs"] >= _SPLIT_INPUTS and dims["inputs"] % (4 * _DEPTH) == 0
+
+
+def _first_at_once(
+    dims: Dims,
+    dtype: str,
+    norm: bool,
+    tiles: tuple[tuple[int, int, int], ...],
+    chains: int | None = None,
+    segments: int | None = None,
+) -> Tunables:
+    """The first tiles of which all run at once; none may, and then it is the largest."""
+    inputs, found = dims["inputs"], dict[str, int]()
+    for m, n, splits in tiles:
+        most = min(inputs // splits // _DEPTH, _RING_BYTES // ((m + n) * _DEPTH * DTYPE_BYTES[dtype]))
+        stages = max((count for count in _TUNABLES["stages"] if count <= most), default=1)
+        choice = {"tile_m": m, "tile_n": n, "splits": splits, "stages": stages}
+        choice["chains"] = chains or (2 if n // 8 // _halves(choice) <= 8 else 1)
+        choice["segments"] = segments or splits
+        if not found or _allows(norm)(dims, choice, dtype):
+            found = choice
+        if _launch(dims, found, dtype).grid <= (_FEW_BLOCKS if splits == 4 or m == 64 else _BLOCKS):
+            break
+    return found
 
 
 def _launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
@@ -184,6 +222,7 @@ def _group_matmul(
         tunables=_TUNABLES,
         allows=_allows(norm),
         default=_defaults(norm),
+        invariant=_invariant(norm),
         launch=_launch,
         flops=product_flops,
         reference=_standard_reference(gelu=gelu) if norm else _residual_reference,

@@ -220,6 +220,16 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
     return choice(64, 96, 64, 2, 2, 1, 1, 4) if tiles(64, 96) >= 96 else choice(64, 64, 64, 2, 2, 1, 1, 4)
 
 
+def _matmul_invariant(dims: Dims, dtype: str, arch: str) -> Tunables:
+    """One running sum over the inputs, whatever the tile. What warps do not share of the inputs they share of the
+    outputs."""
+    chosen = dict(_matmul_defaults(dims, dtype, arch))
+    if dtype != "fp32" and chosen["warps_k"] > 1 and dims["outputs"] > 16384:
+        warps = chosen["warps_n"] * chosen["warps_k"]
+        chosen |= {"tile_n": max(chosen["tile_n"], 32 * warps), "warps_n": warps, "tile_k": 64}
+    return {**chosen, "warps_k": 1, "splits": 1}
+
+
 def _is_roomy(arch: str) -> bool:
     """Whether there is shared memory for large tiles."""
     return arch_number(arch) in (80, 90, 100)
@@ -292,6 +302,7 @@ def _matmul(name: str, summary: str, *, bias: bool = False, gelu: bool = False, 
         options=(int(gelu),),
         tunables=_MATMUL_TUNABLES,
         default=_matmul_defaults,
+        invariant=_matmul_invariant,
         launch=_matmul_launch,
         flops=product_flops,
         reference=_reference(norm=False, bias=bias, gelu=gelu, residual=residual),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warpline.kernels.arguments import Dims, Scalar, Values, reads, updates, views, writes
-from warpline.kernels.catalog.attention import FLASH_TUNABLES, flash_allows, flash_defaults, flash_launch
+from warpline.kernels.catalog.attention import (
+    FLASH_TUNABLES,
+    flash_allows,
+    flash_defaults,
+    flash_invariant,
+    flash_launch,
+)
 from warpline.kernels.spec import KernelSpec, Tunables
 
 if TYPE_CHECKING:
@@ -146,6 +152,7 @@ PROMPT_ATTENTION = KernelSpec(
     constants=("depth",),
     tunables=FLASH_TUNABLES,
     default=_defaults,
+    invariant=lambda dims, dtype, arch: flash_invariant(dims["depth"], dtype, arch),
     allows=flash_allows,
     launch=lambda dims, tunables, dtype: flash_launch(dims["tiles"] * dims["heads"], dims["depth"], tunables, dtype),
     flops=lambda dims: 4 * dims["heads"] * dims["depth"] * _pairs(dims),

@@ -9,11 +9,12 @@ namespace warpline {
 struct OnlineSoftmax {
     float largest = LOWEST, sum = 0.f;
 
-    // Takes the maximum of new scores; returns what everything summed so far is to be multiplied by.
+    // Takes the maximum of new scores; returns what everything summed so far is to be multiplied by: exactly 1 where the
+    // maximum stays, so that scores which do not count (LOWEST) change no bit.
     __device__ __forceinline__ float raise(float candidate, float factor) {
         const float before = largest;
         largest = fmaxf(largest, candidate);
-        const float rescale = exp2_approx(fmaf(before, factor, -base(factor)));
+        const float rescale = exp2_approx((before - largest) * factor);
         sum *= rescale;
         return rescale;
     }

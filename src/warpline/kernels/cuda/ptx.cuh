@@ -52,17 +52,6 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
-// The larger one; no number if one of them is none. fmaxf would take the other.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-#else
-    return a >= b || a != a ? a : b;
-#endif
-}
-
 // --- tensor cores ---
 // Fragments are named as in the m16n8k16 product: a[4] is 16 x 16, b[2] is 16 x 8, c[4] is 16 x 8 in float. With
 // g = lane / 4 and t = lane % 4, c holds rows g and g + 8, columns 2t and 2t + 1.

@@ -20,40 +20,46 @@ __device__ __forceinline__ float2 slice_statistics(float a, float b, float c, fl
     return make_float2(mean, of_all((a * a + b * b) + (c * c + d * d)));
 }
 
-// Mean and 1 / deviation of ROWS rows of COLUMNS for THREADS threads, each of which has a part of a row's slices.
+// Mean and 1 / deviation of ROWS rows of COLUMNS for THREADS threads, each of which has a part of a row's slices. They are
+// added up in quarters of a row, then the quarters, so that the number of threads to a row changes no bit.
 template <int COLUMNS, int ROWS, int THREADS>
 struct RowStandards {
-    static constexpr int PARTS = THREADS / ROWS, EACH = COLUMNS / SLICE / PARTS;
-    static_assert(EACH * PARTS * SLICE == COLUMNS && PARTS * ROWS == THREADS);
-    using Shared = float2[PARTS][ROWS];
-    float2 slice[EACH];
+    static constexpr int PARTS = THREADS / ROWS, QUARTERS = 4, OWN = QUARTERS / PARTS, EACH = COLUMNS / SLICE / QUARTERS;
+    static_assert(EACH * QUARTERS * SLICE == COLUMNS && PARTS * ROWS == THREADS && OWN * PARTS == QUARTERS);
+    using Shared = float2[QUARTERS][ROWS];
+    float2 slice[OWN][EACH];
     const int row = static_cast<int>(threadIdx.x) % ROWS, part = static_cast<int>(threadIdx.x) / ROWS;
 
     __device__ __forceinline__ void load(const float* statistics, int rows, int first_row) {
         const float2* from = reinterpret_cast<const float2*>(statistics) + first_row + row;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            slice[i] = first_row + row < rows ? from[static_cast<long long>(part * EACH + i) * rows] : make_float2(0.f, 0.f);
+        for (int i = 0; i < OWN * EACH; ++i) {
+            slice[i / EACH][i % EACH] =
+                first_row + row < rows ? from[static_cast<long long>(part * OWN * EACH + i) * rows] : make_float2(0.f, 0.f);
         }
     }
     __device__ __forceinline__ void store(Shared& shared) const {
-        float mean = 0.f, squares = 0.f;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) mean += slice[i].x;
-        mean *= 1.f / EACH;
+        for (int own = 0; own < OWN; ++own) {
+            const float2(&its)[EACH] = slice[own];
+            float mean = 0.f, squares = 0.f;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) squares += slice[i].y + SLICE * (slice[i].x - mean) * (slice[i].x - mean);
-        shared[part][row] = make_float2(mean, squares);
+            for (int i = 0; i < EACH; ++i) mean += its[i].x;
+            mean *= 1.f / EACH;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) squares += its[i].y + SLICE * (its[i].x - mean) * (its[i].x - mean);
+            shared[part * OWN + own][row] = make_float2(mean, squares);
+        }
     }
     // Once everybody has met.
     static __device__ __forceinline__ float2 of(const Shared& shared, int row, float epsilon) {
         float mean = 0.f, squares = 0.f;
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) mean += shared[i][row].x * (1.f / PARTS);
+        for (int i = 0; i < QUARTERS; ++i) mean += shared[i][row].x * (1.f / QUARTERS);
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-            const float2 part = shared[i][row];
-            squares += part.y + COLUMNS / PARTS * (part.x - mean) * (part.x - mean);
+        for (int i = 0; i < QUARTERS; ++i) {
+            const float2 quarter = shared[i][row];
+            squares += quarter.y + COLUMNS / QUARTERS * (quarter.x - mean) * (quarter.x - mean);
         }
         return make_float2(mean, rsqrtf(squares * (1.f / COLUMNS) + epsilon));
     }

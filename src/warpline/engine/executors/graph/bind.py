@@ -38,13 +38,17 @@ def blocks_at_once(cluster: int, multiprocessors: int) -> int:
     return multiprocessors if cluster <= 2 else multiprocessors * 6 // 7
 
 
-def runs_at_once(spec: KernelSpec, like: Tensor, dims: Dims) -> bool:
-    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than run at once."""
+def suits(spec: KernelSpec, like: Tensor, dims: Dims, *, invariant: bool) -> bool:
+    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than run at once; or, where that may
+    not decide, whether it exists."""
     if not like.is_cuda:
         return False
     dtype, arch = launch.DTYPES[like.dtype], launch.arch_of(like.device.index)
-    if not spec.runs_on(dtype, arch) or not spec.allows(dims, tunables := spec.default(dims, dtype, arch), dtype):
+    if not spec.runs_on(dtype, arch):
         return False
+    tunables = spec.tunables_for(dims, dtype, arch, invariant=invariant)
+    if invariant or not spec.allows(dims, tunables, dtype):
+        return spec.allows(dims, tunables, dtype)
     shape = spec.launch(dims, tunables, dtype)
     room = torch.cuda.get_device_properties(like.device).multi_processor_count
     return shape.grid <= blocks_at_once(shape.cluster, room)
@@ -75,11 +79,12 @@ def captured(steps: Sequence[Callable[[], object]], device: torch.device) -> tor
     return graph
 
 
-def bind(ops: Sequence[Bound], *, overlapping: bool = False) -> list[Callable[[], None]]:
+def bind(ops: Sequence[Bound], *, overlapping: bool = False, invariant: bool = False) -> list[Callable[[], None]]:
     """What to call for each; kernels are compiled on all cores and loaded. Overlapping kernels begin before the one
-    ahead has ended, where the GPU can, and wait only when they need its results."""
+    ahead has ended, where the GPU can, and wait only when they need its results. Invariant ones are ours, with tunables
+    for which the bits of a row do not depend on the rows beside it."""
     with PREPARING:
-        made = [_bind(op, overlapping) for op in ops]
+        made = [_bind(op, overlapping, invariant) for op in ops]
         calls = [one for one in made if isinstance(one, launch.Call)]
         if calls:
             compile_many(list({call.program for call in calls}))
@@ -88,15 +93,16 @@ def bind(ops: Sequence[Bound], *, overlapping: bool = False) -> list[Callable[[]
     return [one.launch if isinstance(one, launch.Call) else one for one in made]
 
 
-def _bind(op: Bound, overlapping: bool) -> launch.Call | Callable[[], None]:
+def _bind(op: Bound, overlapping: bool, invariant: bool) -> launch.Call | Callable[[], None]:
     spec, inputs = op.spec, list(op.inputs)
     cuda = any(tensor.is_cuda for tensor in inputs)
-    if spec.vendor is not None and cuda:
+    if spec.vendor is not None and cuda and not invariant:
         rows, outputs = op.outputs[0].shape
         if rows > MOST_OWN_ROWS or outputs > MOST_OWN_OUTPUTS:
             return partial(spec.vendor, *inputs, *op.outputs)
     if cuda:
-        return launch.Call(spec, inputs, outputs=list(op.outputs), numbers=op.numbers, overlapping=overlapping)
+        options = {"numbers": op.numbers, "overlapping": overlapping, "invariant": invariant}
+        return launch.Call(spec, inputs, outputs=list(op.outputs), **options)
     changed = [tensor for buffer, tensor in zip(spec.inputs, inputs, strict=True) if buffer.role == "updated"]
     numbers = spec.number_values(spec.dims_of([tensor.shape for tensor in inputs]), op.numbers)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpline.engine.executors.graph.bind import captured
 from warpline.engine.executors.graph.kernels import KernelsExecutor, rounded_positions
-from warpline.engine.executors.graph.schedule import Step, end_for
+from warpline.engine.executors.graph.schedule import Step
 from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.model.weights import Weights
@@ -40,7 +40,7 @@ class GraphExecutor(KernelsExecutor):
         for rows in sizes:
             table = slots.crossing.select([], rows)
             for positions in sorted({rounded_positions(rows, n, slots.capacity) for n in range(1, slots.capacity + 1)}):
-                for end in {end_for(rows, likeliest=likeliest) for likeliest in (False, True)}:
+                for end in {self._rules.end(rows, likeliest=likeliest) for likeliest in (False, True)}:
                     self._step(slots, table, end, positions)
         self.prompts.prepare_all(slots)
 

@@ -6,21 +6,22 @@ Without a GPU the ops' references run in their place: slow, and the same table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from warpline.config import EngineConfig
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING, bind
 from warpline.engine.executors.graph.prompts import Prompts
 from warpline.engine.executors.graph.schedule import (
     End,
+    PassRules,
     Step,
     buffers,
     decode_step,
-    end_for,
     on_memory,
     order,
     shortened,
@@ -57,17 +58,25 @@ class KernelsExecutor(Executor):
     name = "kernels"
     prompt_tokens = 16384
     native = True
+    can_be_invariant = True
     _overlapping = False
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
         self.chunk, self.most_steps = (8, 64) if device.type == "cuda" else (1, 1)
-        self.prompts = Prompts(weights)
-        self._weights = weights
+        self._rules = PassRules(weights)
+        self.prompts = Prompts(self._rules)
         self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundStep]] = WeakKeyDictionary()
         #: Of steps by their rows, which follow one another and share it.
         self._memory: WeakKeyDictionary[Slots, dict[int, dict[str, Tensor]]] = WeakKeyDictionary()
         self._last: list[Step] | None = None
+
+    def set_up(self, asked: EngineConfig, model: str) -> None:
+        """Passes whose rows have the same bits in any company, if that is asked for."""
+        super().set_up(asked, model)
+        if self.invariant:
+            self._rules = replace(self._rules, invariant=True)
+            self.prompts = Prompts(self._rules)
 
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
         self.prompts.run(slots, spans)
@@ -77,7 +86,7 @@ class KernelsExecutor(Executor):
         needs, rows = slots.needs(lanes), self._rows(len(lanes))
         table = slots.crossing.select(lanes, rows)
         positions = rounded_positions(rows, max(slots.request(slot).limit for slot in lanes), slots.capacity)
-        step = self._step(slots, table, end_for(rows, likeliest=needs.likeliest), positions)
+        step = self._step(slots, table, self._rules.end(rows, likeliest=needs.likeliest), positions)
         self._last = step.steps
         for _ in range(n):
             self._reached("decode")
@@ -91,8 +100,8 @@ class KernelsExecutor(Executor):
     @torch.inference_mode()
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """Every op has its own output, so all of them are still there."""
-        named = buffers(self._weights, slots, slots.crossing.select(lanes, len(lanes)))
-        self._prepare(decode_step(self._weights, len(lanes), End.DRAWN), named)()
+        named = buffers(self._rules, slots, slots.crossing.select(lanes, len(lanes)))
+        self._prepare(decode_step(self._rules, len(lanes), End.DRAWN), named)()
         named["logits"] = named["logits"][:, : self.config.vocab_size]
         return {name: named[name].clone() for name in order(self.config.n_layer)}
 
@@ -106,9 +115,9 @@ class KernelsExecutor(Executor):
             with PREPARING:
                 memory = self._memory.setdefault(slots, {})
                 if len(table) not in memory:
-                    memory[len(table)] = buffers(self._weights, slots, table)
+                    memory[len(table)] = buffers(self._rules, slots, table)
                 named = shortened(memory[len(table)], self.config.n_layer, positions)
-                ops = decode_step(self._weights, len(table), end)
+                ops = decode_step(self._rules, len(table), end)
                 found = steps[key] = BoundStep(self._prepare(ops, named), named["logits"], ops)
         return found
 
@@ -117,7 +126,7 @@ class KernelsExecutor(Executor):
         return lanes
 
     def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], object]:
-        launches = bind(on_memory(steps, named), overlapping=self._overlapping)
+        launches = bind(on_memory(steps, named), overlapping=self._overlapping, invariant=self._rules.invariant)
 
         def run() -> None:
             for launch in launches:

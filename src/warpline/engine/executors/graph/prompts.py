@@ -22,11 +22,11 @@ from warpline.engine.crossing import Progress, Table
 from warpline.engine.executors.graph.bind import PREPARING, bind, captured
 from warpline.engine.executors.graph.schedule import (
     End,
+    PassRules,
     Step,
     block_parameters,
     blocks,
     companions,
-    end_for,
     ending,
     head_parameters,
     of_slots,
@@ -77,11 +77,11 @@ def rounded_sequences(count: int) -> int:
 class Prompts:
     """The passes over prompts, for every executor of ours."""
 
-    def __init__(self, weights: Weights):
-        activation = weights.config.activation_function
+    def __init__(self, rules: PassRules):
+        activation = rules.weights.config.activation_function
         if ACTIVATIONS[activation] != "gelu_tanh":
             raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
-        self._weights = weights
+        self._rules = rules
         self._passes: WeakKeyDictionary[Slots, dict[tuple[int, int, End], Pass]] = WeakKeyDictionary()
         self._memory: WeakKeyDictionary[Slots, _Memory] = WeakKeyDictionary()
         #: Of the last pass, its ops.
@@ -99,7 +99,7 @@ class Prompts:
         lanes = [lane for span in spans for lane in span.lanes]
         rows = rounded_rows(sum(span.end - span.start for span in spans))
         count, needs = rounded_sequences(max(len(spans), len(lanes))), slots.needs(lanes)
-        end = end_for(count, likeliest=needs.likeliest) if lanes else End.NOTHING
+        end = self._rules.end(count, likeliest=needs.likeliest) if lanes else End.NOTHING
         found = self._pass(slots, (rows, count, end))
         found.fill(spans, lanes, slots.parking)
         self.table = found.steps
@@ -116,7 +116,7 @@ class Prompts:
         for count, most in PREPARED_ROWS.items():
             if count > rounded_sequences(slots.count):
                 break
-            ends = {end_for(count, likeliest=likeliest) for likeliest in (False, True)}
+            ends = {self._rules.end(count, likeliest=likeliest) for likeliest in (False, True)}
             most = min(most, rounded_rows(slots.count * slots.capacity))
             for rows in sorted({rounded_rows(n) for n in range(count, most + 1)}):
                 for end in ends:
@@ -127,7 +127,7 @@ class Prompts:
         if (found := passes.get(key)) is None:
             with PREPARING:
                 memory = self._memory.setdefault(slots, _Memory())
-                found = passes[key] = Pass(self._weights, slots, memory, *key)
+                found = passes[key] = Pass(self._rules, slots, memory, *key)
         return found
 
 
@@ -144,12 +144,12 @@ class Pass:
     """A pass over `rows` packed rows of up to `count` sequences, bound to memory."""
 
     @torch.inference_mode()
-    def __init__(self, weights: Weights, slots: Slots, memory: _Memory, rows: int, count: int, end: End):
-        config = weights.config
-        self._device = weights.tensors["wte.weight"].device
-        self._queries = _tile_queries(weights, slots, rows)
+    def __init__(self, rules: PassRules, slots: Slots, memory: _Memory, rows: int, count: int, end: End):
+        config = rules.weights.config
+        self._device = rules.weights.tensors["wte.weight"].device
+        self._queries = _tile_queries(rules, slots, rows)
         self._tables(rows, count, slots.crossing.progress)
-        named = memory.of_rows(weights, slots, rows) | memory.of_ends(weights, slots, count)
+        named = memory.of_rows(rules, slots, rows) | memory.of_ends(rules, slots, count)
         self.logits = named["logits"]
         named |= {"row_slots": self.row_slots, "row_positions": self.row_positions}
         named |= {"last": self.last, "lanes": self.lanes, "tiles": self.tiles}
@@ -164,10 +164,11 @@ class Pass:
         #: Its ops.
         self.steps = [
             Step("prompt_embedding", embedded, ("all.in",)),
-            *blocks(weights, rows, attention, last_rows=0 if end is End.NOTHING else count),
-            *ending(weights, count, end, "last.out"),
+            *blocks(rules, rows, attention, last_rows=0 if end is End.NOTHING else count),
+            *ending(rules, count, end, "last.out"),
         ]
-        self._launches: list[Launch] = [self._table.send, *bind(on_memory(self.steps, named), overlapping=True)]
+        bound = bind(on_memory(self.steps, named), overlapping=True, invariant=rules.invariant)
+        self._launches: list[Launch] = [self._table.send, *bound]
         self._runs = 0
         self._replays: list[Launch] = []
 
@@ -249,14 +250,15 @@ def _tiles_of(rows: int, queries: int) -> np.ndarray:
     return prompt_tiles(none, none, none, none + rows, queries)
 
 
-def _tile_queries(weights: Weights, slots: Slots, rows: int) -> int:
+def _tile_queries(rules: PassRules, slots: Slots, rows: int) -> int:
     """Queries of a block of attention, which its table is made for."""
-    like, config, spec = weights.tensors["wte.weight"], weights.config, find("prompt_attention")
+    like, config, spec = rules.weights.tensors["wte.weight"], rules.weights.config, find("prompt_attention")
     if not like.is_cuda:
         return 64
     dims = {"rows": rows, "heads": config.n_head, "depth": config.head_size}
     dims |= {"slots": slots.count + 1, "positions": slots.capacity}
-    return launch.tunables_of(spec, launch.DTYPES[like.dtype], dims, like.device.index)["tile_queries"]
+    dtype, device = launch.DTYPES[like.dtype], like.device.index
+    return launch.tunables_of(spec, dtype, dims, device, invariant=rules.invariant)["tile_queries"]
 
 
 class _Memory:
@@ -266,16 +268,16 @@ class _Memory:
         self._rooms: dict[int, dict[str, Tensor]] = {}  # by rows
         self._ends: dict[int, dict[str, Tensor]] = {}  # by sequences
 
-    def of_rows(self, weights: Weights, slots: Slots, rows: int) -> dict[str, Tensor]:
+    def of_rows(self, rules: PassRules, slots: Slots, rows: int) -> dict[str, Tensor]:
         """Memory for every name that a pass mentions; all layers share what lies between."""
-        config = weights.config
-        room = {name: tensor[:rows] for name, tensor in self._room(weights, rows).items()}
+        config = rules.weights.config
+        room = {name: tensor[:rows] for name, tensor in self._room(rules.weights, rows).items()}
         x, middle, qkv, hidden, attention = (room[name] for name in ("in", "middle", "qkv", "hidden", "attention"))
         by_head = qkv.view(1, rows, 3, config.n_head, config.head_size)
         q, k, v = (part.transpose(1, 2) for part in by_head.unbind(2))  # [1, H, rows, D]
         heads = attention.view(1, rows, config.n_head, config.head_size)
-        found = {**block_parameters(weights, rows), "all.in": x, "all.attention": attention, "tokens": slots.tokens}
-        beside = companions(weights, {"in": x, "middle": middle}, (room["normal"], room["product"]))
+        found = {**block_parameters(rules, rows), "all.in": x, "all.attention": attention, "tokens": slots.tokens}
+        beside = companions(rules, {"in": x, "middle": middle}, (room["normal"], room["product"]))
         for layer in range(config.n_layer):
             own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads}
             own |= {"attention": attention, "hidden": hidden, **beside}
@@ -293,14 +295,14 @@ class _Memory:
             self._rooms[size] = {name: like.new_zeros(size, count) for name, count in columns.items()}
         return self._rooms[size]
 
-    def of_ends(self, weights: Weights, slots: Slots, count: int) -> dict[str, Tensor]:
+    def of_ends(self, rules: PassRules, slots: Slots, count: int) -> dict[str, Tensor]:
         """Memory for every name from the last block's attention on, where one row of each sequence is left."""
         if count not in self._ends:
-            config, like = weights.config, weights.tensors["wte.weight"]
+            config, like = rules.weights.config, rules.weights.tensors["wte.weight"]
             names = ("attention", "in", "middle", "out", "out.normal")
             rows = {f"last.{name}": like.new_zeros(count, config.n_embd) for name in names}
-            found = {**block_parameters(weights, count), **head_parameters(weights, count), **of_slots(slots, count)}
-            found |= rows | companions(weights, {name: rows[name] for name in ("last.middle", "last.out")})
-            found |= {"last.hidden": like.new_empty(count, config.inner), "logits": room_for_logits(weights, count)}
+            found = {**block_parameters(rules, count), **head_parameters(rules, count), **of_slots(slots, count)}
+            found |= rows | companions(rules, {name: rows[name] for name in ("last.middle", "last.out")})
+            found |= {"last.hidden": like.new_empty(count, config.inner), "logits": room_for_logits(rules, count)}
             self._ends[count] = found
         return self._ends[count]

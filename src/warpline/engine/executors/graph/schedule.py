@@ -13,7 +13,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from warpline.engine.executors.graph.bind import Bound, runs_at_once
+from warpline.engine.executors.graph.bind import Bound, suits
 from warpline.engine.executors.graph.forms import group_products, padded_head, padding, standard_name
 from warpline.engine.slots import Slots
 from warpline.kernels.catalog import find
@@ -65,36 +65,44 @@ class Step:
         return find(self.op)
 
 
-def regime(weights: Weights, rows: int) -> Regime:
-    """For so many rows of this model on its GPU."""
-    if rows <= MOST_MATVEC_ROWS:
-        return Regime.FEW
-    width, inner, like = weights.config.n_embd, weights.config.inner, weights.tensors["wte.weight"]
-    shapes = {
-        "standard_matmul_bias": (3 * width, width),
-        "standard_matmul_bias_gelu": (inner, width),
-        "group_matmul_bias_residual": (width, inner),
-    }
-    whole = all(
-        runs_at_once(find(op), like, {"rows": rows, "outputs": outputs, "inputs": inputs})
-        for op, (outputs, inputs) in shapes.items()
-    )
-    return Regime.WHOLE if whole else Regime.MANY
+@dataclass(frozen=True, slots=True)
+class PassRules:
+    """What decides which ops a pass of so many rows is made of: the model, and whether the bits of a row may depend on
+    the rows beside it."""
 
+    weights: Weights
+    invariant: bool = False
 
-def end_for(rows: int, *, likeliest: bool) -> End:
-    """How a step of so many sequences ends. Only few rows have a short cut to the likeliest token; beyond that a step
-    is the same whatever the sequences ask for, so that one which joins changes nothing."""
-    return End.LIKELIEST if likeliest and rows <= MOST_MATVEC_ROWS else End.DRAWN
+    def regime(self, rows: int) -> Regime:
+        """How products of so many rows are done. Where bits may not depend on that number, it is the same for all."""
+        if rows <= MOST_MATVEC_ROWS and not self.invariant:
+            return Regime.FEW
+        config, like = self.weights.config, self.weights.tensors["wte.weight"]
+        width, inner = config.n_embd, config.inner
+        shapes = {
+            "standard_matmul_bias": (3 * width, width),
+            "standard_matmul_bias_gelu": (inner, width),
+            "group_matmul_bias_residual": (width, inner),
+        }
+        whole = all(
+            suits(find(op), like, {"rows": rows, "outputs": outputs, "inputs": inputs}, invariant=self.invariant)
+            for op, (outputs, inputs) in shapes.items()
+        )
+        return Regime.WHOLE if whole else Regime.MANY
+
+    def end(self, rows: int, *, likeliest: bool) -> End:
+        """How a step of so many sequences ends. Only few rows have a short cut to the likeliest token; beyond that a
+        step is the same whatever the sequences ask for, so that one which joins changes nothing."""
+        return End.LIKELIEST if likeliest and self.regime(rows) is Regime.FEW else End.DRAWN
 
 
 class _Blocks:
     """The ops of blocks over `rows` rows. With x go its LayerNorm, x.normal, or x.statistics, where the product behind
     it needs them; the op before it leaves them."""
 
-    def __init__(self, weights: Weights, rows: int):
-        self._regime = regime(weights, rows)
-        self._epsilon = {"epsilon": weights.config.layer_norm_epsilon}
+    def __init__(self, rules: PassRules, rows: int):
+        self._regime = rules.regime(rows)
+        self._epsilon = {"epsilon": rules.weights.config.layer_norm_epsilon}
 
     def begin(self, x: str, norm: str, layer: int) -> list[Step]:
         """What a product leaves with the rows that it writes, for rows that come from elsewhere."""
@@ -140,11 +148,11 @@ class _Blocks:
         ]
 
 
-def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], last_rows: int | None = None) -> list[Step]:
+def blocks(rules: PassRules, rows: int, attention: Callable[[int], Step], last_rows: int | None = None) -> list[Step]:
     """All blocks of a pass over `rows` rows, from h.0.in to h.{layers}.in, each with `attention(layer)` in it. With
     `last_rows`, only so many rows are wanted, those in the table `last`: behind the last attention these go on alone,
     as last.in and last.attention, to last.out. With 0 of them the pass ends there."""
-    ours, last = _Blocks(weights, rows), weights.config.n_layer - 1
+    ours, last = _Blocks(rules, rows), rules.weights.config.n_layer - 1
     steps = ours.begin("h.0.in", "h.0.ln_1", 0)
     for layer in range(last + 1):
         h = f"h.{layer}"
@@ -152,30 +160,32 @@ def blocks(weights: Weights, rows: int, attention: Callable[[int], Step], last_r
         if layer == last and last_rows is not None:
             if last_rows:
                 steps.append(Step("last_rows", ("all.attention", "all.in", "last"), ("last.attention", "last.in")))
-                steps += _Blocks(weights, last_rows).behind_attention("last", "last.out", "ln_f", layer)
+                steps += _Blocks(rules, last_rows).behind_attention("last", "last.out", "ln_f", layer)
         else:
             following = f"h.{layer + 1}.ln_1" if layer < last else "ln_f"
             steps += ours.behind_attention(h, f"h.{layer + 1}.in", following, layer)
     return steps
 
 
-def block_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
+def block_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
     """What blocks of `rows` rows may name of them."""
-    return weights.tensors | group_products(weights) if regime(weights, rows) is Regime.WHOLE else weights.tensors
+    weights = rules.weights
+    return weights.tensors | group_products(weights) if rules.regime(rows) is Regime.WHOLE else weights.tensors
 
 
-def head_parameters(weights: Weights, rows: int) -> Mapping[str, Tensor]:
+def head_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
     """What the end of a pass may name of them."""
-    return weights.tensors if regime(weights, rows) is Regime.FEW else weights.tensors | padded_head(weights)
+    weights = rules.weights
+    return weights.tensors if rules.regime(rows) is Regime.FEW else weights.tensors | padded_head(weights)
 
 
 def _affine(name: str) -> tuple[str, str]:
     return f"{name}.weight", f"{name}.bias"
 
 
-def decode_step(weights: Weights, rows: int, end: End) -> list[Step]:
+def decode_step(rules: PassRules, rows: int, end: End) -> list[Step]:
     """A step of `rows` sequences."""
-    config = weights.config
+    config = rules.weights.config
 
     def attention(layer: int) -> Step:
         h = f"h.{layer}"
@@ -184,18 +194,18 @@ def decode_step(weights: Weights, rows: int, end: End) -> list[Step]:
         return Step("append_attention", inputs, (f"{h}.heads",), numbers, layer)
 
     steps = [Step("newest_embedding", ("tokens", "length", "lanes", "wte.weight", "wpe.weight"), ("h.0.in",))]
-    steps += blocks(weights, rows, attention)
-    return [*steps, *ending(weights, rows, end, f"h.{config.n_layer}.in")]
+    steps += blocks(rules, rows, attention)
+    return [*steps, *ending(rules, rows, end, f"h.{config.n_layer}.in")]
 
 
-def ending(weights: Weights, rows: int, end: End, last: str) -> list[Step]:
+def ending(rules: PassRules, rows: int, end: End, last: str) -> list[Step]:
     """From the last hidden state to what `end` says."""
     if end is End.NOTHING:
         return []
+    weights, kind = rules.weights, rules.regime(rows)
     epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
     norm, head, normal = _affine("ln_f"), f"{weights.head}.weight", f"{last}.normal"
     append = Step("append_token", ("token", "logit", "lanes", *ENDED_BY), numbers=eos)
-    kind = regime(weights, rows)
     if end is End.LIKELIEST and kind is Regime.FEW:
         return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
     steps = [] if kind is Regime.MANY else [Step("layernorm", (last, *norm), (normal,), epsilon)]
@@ -212,19 +222,20 @@ def shortened(named: Mapping[str, Tensor], layers: int, positions: int) -> dict[
     return {**named, **{name: named[name][:, :, :positions] for name in caches}}
 
 
-def room_for_logits(weights: Weights, rows: int) -> Tensor:
+def room_for_logits(rules: PassRules, rows: int) -> Tensor:
     """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
-    vocab = weights.config.vocab_size
-    return weights.tensors["wte.weight"].new_empty(rows, vocab + (padding(vocab) if rows > MOST_MATVEC_ROWS else 0))
+    vocab = rules.weights.config.vocab_size
+    width = vocab if rules.regime(rows) is Regime.FEW else vocab + padding(vocab)
+    return rules.weights.tensors["wte.weight"].new_empty(rows, width)
 
 
 def companions(
-    weights: Weights, rows: Mapping[str, Tensor], room: tuple[Tensor, Tensor] | None = None
+    rules: PassRules, rows: Mapping[str, Tensor], room: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Room for what goes with rows of these names, as `_Blocks` has it. Whatever it is, only the next op reads it, so
     LayerNorms and products have one place for all, which may be given."""
     like = next(iter(rows.values()))
-    kind = regime(weights, len(like))
+    kind = rules.regime(len(like))
     if kind is Regime.FEW:
         return {}
     if kind is Regime.WHOLE:
@@ -260,14 +271,14 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
     return found
 
 
-def buffers(weights: Weights, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
+def buffers(rules: PassRules, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
     """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
-    config, like, rows = weights.config, weights.tensors["wte.weight"], len(lanes)
+    config, like, rows = rules.weights.config, rules.weights.tensors["wte.weight"], len(lanes)
 
     def room(*columns: int) -> Tensor:
         return like.new_empty(rows, *columns)
 
-    found = {**block_parameters(weights, rows), **head_parameters(weights, rows), **of_slots(slots, rows)}
+    found = {**block_parameters(rules, rows), **head_parameters(rules, rows), **of_slots(slots, rows)}
     found["lanes"] = lanes
     heads, depth = config.n_head, config.head_size
     for layer in range(config.n_layer):
@@ -281,6 +292,6 @@ def buffers(weights: Weights, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
         found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
     last = f"h.{config.n_layer}.in"
     found |= {last: room(config.n_embd), f"{last}.normal": room(config.n_embd)}
-    found["logits"] = room_for_logits(weights, rows)
-    found |= companions(weights, {name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
+    found["logits"] = room_for_logits(rules, rows)
+    found |= companions(rules, {name: x for name, x in found.items() if name.endswith((".in", ".middle"))})
     return found

@@ -17,7 +17,7 @@ from warpline.config import DTYPE_BYTES
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING
 from warpline.engine.executors.graph.prompts import Prompts
-from warpline.engine.executors.graph.schedule import STATE, Step
+from warpline.engine.executors.graph.schedule import STATE, PassRules, Step
 from warpline.engine.executors.persistent.tape import record
 from warpline.engine.executors.sampling import advance
 from warpline.engine.request import Needs, Span
@@ -82,7 +82,7 @@ class PersistentExecutor(Executor):
                 f"not {config.head_size}: use --executor graph"
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self.prompts = prompts or Prompts(weights)
+        self.prompts = prompts or Prompts(PassRules(weights))
         self._matrices = {"wte": weights.tensors["wte.weight"], "wpe": weights.tensors["wpe.weight"]}
         self._matrices["head"] = weights.tensors[f"{weights.head}.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count

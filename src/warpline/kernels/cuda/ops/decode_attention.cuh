@@ -4,7 +4,8 @@
 // share a key, 16 bytes each, a warp has several keys at once and UNROLL such groups of keys and values on their way.
 // Every group of lanes keeps its own online softmax; they are merged once, at the end, in a fixed order. Where sequences
 // and heads alone would leave the GPU idle, the cache is cut into SPLITS parts, and whichever block finishes a head last
-// merges its parts.
+// merges its parts. Parts are as many as SPLITS; or, where PART says so, they have that many positions, as long as SPLITS of
+// them are enough. A head is then cut in the same places whatever else is in the launch, and has the same bits.
 // Of a slot of the cache the positions 0 ... length-1 count; with window > 0 only the last that many of them are read. Lane i
 // of the batch has slot lanes[i], or slot i where there are no `lanes`. Where there are `new_k` and `new_v`, they are the key
 // and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
@@ -40,14 +41,17 @@ struct Partial {
     }
 };
 
-// One column of COUNT unfinished results, merged. Each lies in a row of DEPTH columns, largest score and sum.
-template <int COUNT, int DEPTH, typename Load>
-__device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float factor) {
+// One column of unfinished results, merged: the first `count` of MOST. Each lies in a row of DEPTH columns, largest score and sum.
+template <int MOST, int DEPTH, typename Load>
+__device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float factor, int count = MOST) {
     Partial<1> merged;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) merged.softmax.largest = fmaxf(merged.softmax.largest, load(i * (DEPTH + 2) + DEPTH));
+    for (int i = 0; i < MOST; ++i) {
+        if (i < count) merged.softmax.largest = fmaxf(merged.softmax.largest, load(i * (DEPTH + 2) + DEPTH));
+    }
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
+    for (int i = 0; i < MOST; ++i) {
+        if (i >= count) break;
         const float share = exp2_approx((load(i * (DEPTH + 2) + DEPTH) - merged.softmax.largest) * factor);
         merged.softmax.sum += share * load(i * (DEPTH + 2) + DEPTH + 1);
         merged.out[0] += share * load(i * (DEPTH + 2) + column);
@@ -55,7 +59,7 @@ __device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float fa
     return merged;
 }
 
-template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS>
+template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS, int PART>
 __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<T> new_v, View<T> k, View<T> v,
                                                  const long long* length, const long long* lanes, T* y, float* parts,
                                                  int* finished, int heads, int positions, int window, float scale) {
@@ -72,8 +76,11 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const float factor = scale * LOG2_E;
     const int end = min(static_cast<int>(length[slot]), positions);
     const int begin = window > 0 ? max(0, end - window) : 0;
-    const int part = ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE;
+    static_assert(PART % AT_ONCE == 0);
+    const int part = max(PART, ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE);
     const int from = begin + split * part, to = min(end, from + part);
+    const int parts_of_row = PART > 0 ? max(1, ceil_div(end - begin, part)) : SPLITS;
+    if (PART > 0 && split >= parts_of_row) return;
 
     const T* keys = k.rows(slot, head);
     const T* values = v.rows(slot, head);
@@ -176,7 +183,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     float* all = parts + static_cast<long long>(row) * SPLITS * (DEPTH + 2);
     for (int column = threadIdx.x; column < DEPTH; column += WARPS * WARP) {
         const Partial<1> merged = merge_rows<WARPS, DEPTH>([&](int i) { return stored[i]; }, column, factor);
-        if constexpr (SPLITS == 1) {
+        if (parts_of_row == 1) {
             target[column] = from_float<T>(merged.out[0] / merged.softmax.sum);
         } else {
             float* own = all + split * (DEPTH + 2);
@@ -187,10 +194,10 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
             }
         }
     }
-    if constexpr (SPLITS > 1) {
-        if (!finishes_last(finished + row, SPLITS)) return;
+    if (SPLITS > 1 && parts_of_row > 1) {
+        if (!finishes_last(finished + row, parts_of_row)) return;
         for (int column = threadIdx.x; column < DEPTH; column += WARPS * WARP) {
-            const Partial<1> merged = merge_rows<SPLITS, DEPTH>([&](int i) { return __ldcg(all + i); }, column, factor);
+            const Partial<1> merged = merge_rows<SPLITS, DEPTH>([&](int i) { return __ldcg(all + i); }, column, factor, parts_of_row);
             target[column] = from_float<T>(merged.out[0] / merged.softmax.sum);
         }
     }

@@ -53,7 +53,9 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
     constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
     Mover move_k(span.key(k), k.row);
     Mover move_v(span.key(v), v.row);
-    const int first_step = span.first_step + team, turns = ceil_div(span.last_step - first_step, TEAMS);  // of this team
+    // Of this team: the steps whose number says so, whatever the block's first one is.
+    const int first_step = span.first_step + (team + TEAMS - span.first_step % TEAMS) % TEAMS;
+    const int turns = ceil_div(max(0, span.last_step - first_step), TEAMS);
     const auto fetch = [&](int turn) {
         T* stage = ring + turn % STAGES * STAGE;
         const int first = (first_step + turn * TEAMS) * KEYS;

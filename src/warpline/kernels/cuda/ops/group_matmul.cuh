@@ -7,7 +7,10 @@
 // taken of x as it is, and the sums are corrected for mean and deviation of its rows in the end. Who wrote x has left these,
 // slice by slice.
 // Where there are many inputs or few outputs, the SPLITS blocks of a cluster share them: each warp sends its sums to the block
-// that finishes its rows, as they lie in registers, and they meet when all have sent. Sums are added in a fixed order.
+// that finishes its rows, as they lie in registers, and they meet when all have sent.
+// The inputs are summed in SEGMENTS, and these are added in their order, by a cluster or by one block: so a row has the same
+// bits whatever tiles its product has, if CHAINS and SEGMENTS are the same.
+// CHAINS are sums of every other part of the inputs that do not wait for each other; two help where products are short.
 // What is finished stays in registers until it is rounded, and leaves through shared memory in whole vectors.
 // Traffic: x once for every N outputs and weight once for every M rows, from L2; y once.
 // Tried and lost: a ring that all threads fill (cp.async), 17 µs for GPT-2's FC of 1,024 rows; sums finished by way of shared
@@ -25,7 +28,7 @@ namespace warpline {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // `statistics` of x and `weight_sums`, of every output's weights, are null where there is no LayerNorm; `residual` and, for
 // whoever standardises y, `left_statistics` where nobody needs them.
-template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int SPLITS, int STAGES, typename B>
+template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int SPLITS, int STAGES, int CHAINS, int SEGMENTS, typename B>
 __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* statistics, const T* weight,
                                              const float* weight_sums, const B* bias, const T* residual, T* y,
                                              float* left_statistics, int rows, float epsilon) {
@@ -34,8 +37,9 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     // A warp multiplies 16 rows with NS times eight outputs. Behind those that do is the one that copies.
     constexpr int HALVES = M == 64 && N >= 32 ? 2 : 1, NS = N / 8 / HALVES, COPIER = M / 16 * HALVES, WORKERS = COPIER * WARP;
     constexpr int FINISHERS = M / 16 / SPLITS;  // of each half, whose rows this block finishes
-    constexpr int CHAINS = NS <= 8 ? 2 : 1;     // where products are short they are two sums that do not wait for each other
+    constexpr int OWN = SEGMENTS / SPLITS;      // segments of the inputs that this block sums, one after the other
     static_assert(TILES * GROUP_ROW * SPLITS == INPUTS && OUTPUTS % SLICE == 0 && N % SLICE == 0);
+    static_assert((SEGMENTS == SPLITS || SPLITS == 1) && TILES % OWN == 0);
     static_assert(STAGES <= TILES && (STAGES > 1 || TILES == 1));  // a stage is given back when the next one is read
     // The stages, and where they were, what is finished; behind both what the others of a cluster send.
     constexpr int PITCH = NS * 8 + 8, FINISHED = COPIER * 16 * PITCH, RING = STAGES * STAGE;
@@ -77,8 +81,18 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     };
     const bool finishes = warp < COPIER && row_warp / FINISHERS == part;
     Pack more[STEPS];
-    float sums[CHAINS][NS][4] = {};
+    float sums[CHAINS][NS][4] = {}, total[OWN > 1 ? NS : 1][4] = {};
     float(&sum)[NS][4] = sums[0];
+    const auto join_chains = [&] {
+        wait_for_products<0>();
+        for (int i = 0; i < CHAINS; ++i) settle(sums[i]);
+#pragma unroll
+        for (int i = NS * 4; i < CHAINS * NS * 4; ++i) sum[i / 4 % NS][i % 4] += sums[i / 4 / NS][i / 4 % NS][i % 4];
+    };
+    const auto add_segment = [&] {
+#pragma unroll
+        for (int i = 0; i < NS * 4; ++i) total[OWN > 1 ? i / 4 : 0][i % 4] += sum[i / 4][i % 4];
+    };
     if (warp == COPIER) {
         if (lane == 0) {
             // A tile has no more rows than there are: what stands behind them is multiplied, but nobody looks at it.
@@ -132,6 +146,13 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
         for (int i = 0; i < CHAINS; ++i) settle(sums[i]);
 #pragma unroll 1
         for (int t = 0; t < TILES; ++t) {
+            if (OWN > 1 && t > 0 && t % (TILES / OWN) == 0) {
+                join_chains();
+                add_segment();
+#pragma unroll
+                for (int i = 0; i < CHAINS * NS * 4; ++i) sums[i / 4 / NS][i / 4 % NS][i % 4] = 0.f;
+                for (int i = 0; i < CHAINS; ++i) settle(sums[i]);
+            }
             const T* stage = stages + t % STAGES * STAGE;
             while (!barrier_passed(filled + t % STAGES, t / STAGES % 2)) {}
             const unsigned long long a = describe_tile(stage + x_at), b = describe_tile(stage + weight_at);
@@ -144,10 +165,12 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
                 if (t > 0 && lane == 0) barrier_arrive(read + (t - 1) % STAGES);
             }
         }
-        wait_for_products<0>();
-        for (int i = 0; i < CHAINS; ++i) settle(sums[i]);
+        join_chains();
+        if constexpr (OWN > 1) {
+            add_segment();
 #pragma unroll
-        for (int i = NS * 4; i < CHAINS * NS * 4; ++i) sum[i / 4 % NS][i % 4] += sums[i / 4 / NS][i / 4 % NS][i % 4];
+            for (int i = 0; i < NS * 4; ++i) sum[i / 4][i % 4] = total[i / 4][i % 4];
+        }
         if (statistics != nullptr) of_rows.store(standards);
         each_column([&](int i, int column) { lines[column] = make_float2(level[i], slope[i]); });
     }
@@ -163,12 +186,20 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
             for (int n = 0; n < NS; ++n) store_in_cluster(there + n * FINISHERS * WARP * 16, sum[n]);
         }
         sync_cluster();
-        if (finishes) {
+        if (finishes) {  // in the order of the parts, whoever finishes
 #pragma unroll
-            for (int i = 0; i < (SPLITS - 1) * NS; ++i) {
-                const int n = i % NS;
-                const float4 other = received[((i / NS * HALVES + half) * NS + n) * FINISHERS * WARP + finisher];
-                sum[n][0] += other.x, sum[n][1] += other.y, sum[n][2] += other.z, sum[n][3] += other.w;
+            for (int n = 0; n < NS; ++n) {
+                const float4 own = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+#pragma unroll
+                for (int i = 0; i < SPLITS; ++i) {
+                    const int from = min(i - (i > part), SPLITS - 2);
+                    const float4 other = i == part ? own : received[((from * HALVES + half) * NS + n) * FINISHERS * WARP + finisher];
+                    if (i == 0) {
+                        sum[n][0] = other.x, sum[n][1] = other.y, sum[n][2] = other.z, sum[n][3] = other.w;
+                    } else {
+                        sum[n][0] += other.x, sum[n][1] += other.y, sum[n][2] += other.z, sum[n][3] += other.w;
+                    }
+                }
             }
         }
     } else {

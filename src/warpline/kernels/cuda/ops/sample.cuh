@@ -33,6 +33,17 @@ __device__ __forceinline__ unsigned ordered(float x) {
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
+// The larger one; no number if one of them is none. fmaxf would take the other.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+#else
+    return a >= b || a != a ? a : b;
+#endif
+}
+
 // What one block needs to choose a row's token.
 template <int VOCAB, int BLOCK>
 struct SampleScratch {
