@@ -131,7 +131,8 @@ def test_attention_of_prompts_in_parts(window: int, dtype: torch.dtype) -> None:
             dims = {"rows": packed[0].shape[2], "heads": heads, "depth": depth, "slots": 2, "positions": 600}
             tile = launch.tunables_of(spec, name, dims, 0, invariant=True)["tile_queries"]
             spans = [(1, 0, 0, beside), (0, first, beside, last - first)][beside == 0 :]
-            table = prompt_tiles(*(np.array(column) for column in zip(*spans, strict=True)), tile)
+            slot, start, row, rows = np.array(spans).T
+            table = prompt_tiles(slot, start, row, rows, tile)
             inputs = [*(x.contiguous() for x in packed), torch.from_numpy(table).to(GPU), *caches]
             found.append(launch.run(spec, inputs, invariant=True, numbers={"window": window})[0][:, beside:])
         return torch.cat(found, 1), *(cache[0, :, :count] for cache in caches)

@@ -46,7 +46,7 @@ def test_every_shape_has_tiles_that_fit(spec: KernelSpec, width: int) -> None:
 @pytest.mark.parametrize("spec", GROUP, ids=lambda spec: spec.name)
 def test_one_stage_is_too_few_for_two_tiles(spec: KernelSpec) -> None:
     """A stage is given back when the next one is read: with one, everybody would wait for ever."""
-    one = {"tile_m": 64, "tile_n": 32, "splits": 1, "stages": 1}
+    one = {"tile_m": 64, "tile_n": 32, "splits": 1, "stages": 1, "chains": 2, "segments": 1}
     assert spec.allows({"rows": 64, "outputs": 64, "inputs": 64}, one, "fp16")
     assert not spec.allows({"rows": 64, "outputs": 64, "inputs": 128}, one, "fp16")
     assert spec.allows({"rows": 64, "outputs": 64, "inputs": 128}, one | {"stages": 2}, "fp16")
