@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import SMALL
 from warpline.cli.main import main
-from warpline.engine.check.diff import _begin, compare
+from warpline.engine.check.diff import _begin, compare, first_dependence
 from warpline.engine.executors import Executor, create
 from warpline.engine.executors.graph.kernels import KernelsExecutor
 from warpline.engine.executors.graph.prompts import Prompts
@@ -92,6 +92,33 @@ def test_not_a_number_is_a_difference() -> None:
     assert found.name == "h.1.hidden"
 
 
+def test_bits_that_do_not_depend_on_the_batch() -> None:
+    cpu = create("cpu", load(SMALL), CPU, "fp32")
+    assert first_dependence(cpu, texts(5, 12), 3) is None
+
+
+@pytest.mark.parametrize("op", ["h.0.qkv", "h.1.middle", "logits"])
+def test_the_first_op_that_depends_on_the_batch_is_named(op: str) -> None:
+    """One that is off by the least that there is, among three and more, in the last row."""
+
+    class Company(KernelsExecutor):
+        def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, torch.Tensor]:
+            rows = [super(Company, self).observe(slots, [lane]) for lane in lanes]
+            found = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+            if len(lanes) > 2:
+                found[op][-1] = torch.nextafter(found[op][-1], torch.tensor(torch.inf))
+            return found
+
+    weights = load(SMALL)
+    executor = Company(weights, CPU, "fp32")
+    assert first_dependence(executor, texts(2, 12), 3) is None
+    found = first_dependence(executor, texts(3, 12), 3)
+    assert found is not None
+    assert (found.batch, found.row, found.position, found.name) == (3, 2, 9, op)
+    assert 0 < found.error < 1e-5
+    assert op in str(found)
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[object, str, str]:
         with pytest.raises(SystemExit) as caught:
@@ -107,6 +134,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2
     assert "kernels" in err
     assert "context" in run("--executor", "kernels", "--prompt", "95")[2]
+    code, out, _ = run("--executor", "cpu", "--alone", "--tokens", "2", "--prompt", "5")
+    assert code == 0
+    assert "among 2, 3, 8, 9, 16, 64" in out
+    assert "--against" in run("--executor", "cpu", "--alone", "--against", "torch")[2]
+    assert "deterministic" in run("--executor", "torch", "--deterministic", "batch")[2]
 
 
 def test_an_executor_that_shows_nothing_says_so() -> None:

@@ -36,6 +36,10 @@ Dtype = Annotated[
     str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or on a CPU int8.", callback=_our_name)
 ]
 
+Deterministic = Annotated[
+    str, typer.Option(help="off, or batch: no sequence's bits depend on what runs beside it (docs/determinism.md).")
+]
+
 
 class DefaultGroup(TyperGroup):
     """Commands of which one is meant where none is named: `warpline bench` beside `warpline bench serve`."""

@@ -1,55 +1,92 @@
-"""`warpline diff`: where two executors first compute something different."""
+"""`warpline diff`: where two executors, or one of them alone and in a batch, first compute something different."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warpline.cli.common import Deterministic
+from warpline.config import EngineConfig
 from warpline.errors import ConfigError
 from warpline.model.builtin import DEFAULT
+
+if TYPE_CHECKING:
+    from warpline.engine.check.diff import Dependence, Difference
+
+    Found = Difference | Dependence | None
+
+_ENGINE = EngineConfig()
+#: Sequences at once on both sides of where executors do something else.
+BATCHES = (2, 3, 8, 9, 16, 64)
 
 
 def diff(
     executor: Annotated[str, typer.Option("--executor", "-e", help="The executor in question.")],
-    against: Annotated[str, typer.Option("--against", help="The one that is taken to be right.")] = "torch",
+    against: Annotated[
+        str | None, typer.Option("--against", help="The one that is taken to be right; torch if not given.")
+    ] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = DEFAULT,
     dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16, bf16 or auto.")] = "auto",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 …")] = "auto",
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens that go before.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to decode and compare.")] = 8,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Sequences side by side.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", "-b", help="Sequences side by side; with --alone several sizes if not given."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the random text that is decoded.")] = 0,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Compare batches with each of their sequences alone, bit by bit.")
+    ] = False,
+    deterministic: Deterministic = _ENGINE.deterministic,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Decode the same random text with two executors and name the first op whose result differs beyond rounding.
+    """Decode the same random text with two executors and name the first op whose result differs beyond rounding; with
+    --alone, the first op whose bits depend on the batch.
 
     Exits with 1 if there is one.
     """
-    for name, value in (("--prompt", prompt), ("--tokens", tokens), ("--batch", batch)):
+    batches = BATCHES if alone and batch is None else (1 if batch is None else batch,)
+    for name, value in (("--prompt", prompt), ("--tokens", tokens), ("--batch", batches[0])):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
+    if alone and against is not None:
+        raise ConfigError("--alone compares an executor with itself: leave --against out")
+    engine = asdict(EngineConfig(device=device, dtype=dtype, deterministic=deterministic))
 
     import random
 
     from warpline import LLM
-    from warpline.engine.check.diff import compare
+    from warpline.engine.check import diff as instrument
     from warpline.progress import progress
 
-    ours, theirs = (LLM(model, device=device, dtype=dtype, executor=name) for name in (executor, against))
+    ours = LLM(model, **engine | {"executor": executor})
     config = ours.config
     if prompt + tokens >= config.n_positions:
         raise ConfigError(f"{prompt} + {tokens} tokens do not fit into the model's context of {config.n_positions:,}")
     rng = random.Random(seed)
-    texts = [[rng.randrange(config.vocab_size) for _ in range(prompt + tokens)] for _ in range(batch)]
-    with progress("Comparing", tokens) as advance:
-        found = compare(ours.executor, theirs.executor, texts, tokens, lambda: advance(1))
-    if as_json:
-        typer.echo(json.dumps(None if found is None else {name: getattr(found, name) for name in found.__slots__}))
-    elif found is None:
-        typer.echo(f"no difference beyond rounding in {tokens} tokens of {batch} x {prompt + tokens}, {ours.dtype}")
+    texts = [[rng.randrange(config.vocab_size) for _ in range(prompt + tokens)] for _ in range(batches[-1])]
+    if alone:
+        most = ours.executor.most_lanes or batches[-1]
+        batches = tuple(size for size in batches if size <= most) or batches  # the executor says what it cannot
+        found: Found = None
+        with progress("Comparing", tokens * len(batches)) as advance:
+            for size in batches:
+                found = instrument.first_dependence(ours.executor, texts[:size], tokens, lambda: advance(1))
+                if found is not None:
+                    break
+        same = f"each alone has the bits that it has among {', '.join(map(str, batches))}"
     else:
-        typer.echo(str(found))
+        theirs = LLM(model, **engine | {"executor": against or "torch", "deterministic": "off"})
+        with progress("Comparing", tokens) as advance:
+            found = instrument.compare(ours.executor, theirs.executor, texts, tokens, lambda: advance(1))
+        same = f"no difference beyond rounding in {tokens} tokens of {batches[-1]} x {prompt + tokens}"
+    if as_json:
+        typer.echo(json.dumps(None if found is None else asdict(found)))
+    else:
+        typer.echo(f"{same}, {ours.dtype}" if found is None else str(found))
     if found is not None:
         raise typer.Exit(1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from warpline.cli.common import (
+    Deterministic,
     Device,
     Dtype,
     FrequencyPenalty,
@@ -63,6 +65,7 @@ def generate(
     ] = _ENGINE.executor,
     window: Annotated[int | None, typer.Option(help="Attend to this many positions only.")] = None,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    deterministic: Deterministic = _ENGINE.deterministic,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text while it is generated.")] = True,
 ) -> None:
@@ -82,12 +85,14 @@ def generate(
         n=n,
     )
     # Settings are checked before torch is imported, so that a mistake is answered at once.
-    EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
+    engine = EngineConfig(
+        device=device, dtype=dtype, executor=executor, window=window, threads=threads, deterministic=deterministic
+    )
     wake_gpu(device)
 
     from warpline.engine.llm import LLM
 
-    llm = LLM(model, device=device, dtype=dtype, executor=executor, window=window, threads=threads)
+    llm = LLM(model, **asdict(engine))
     if stream and n == 1 and not as_json:
         completions = [_stream(llm, text, params)]
     else:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpline.cli.common import Device, Dtype
+from warpline.cli.common import Deterministic, Device, Dtype
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
@@ -50,6 +51,7 @@ def serve(
     dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    deterministic: Deterministic = _ENGINE.deterministic,
     replicas: Annotated[
         str | None,
         typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline\\[ray]'."),
@@ -68,7 +70,16 @@ def serve(
         raise ConfigError(f"shutdown-timeout must be between 0 and 86400 seconds, not {shutdown_timeout:g}")
     if not 0 <= port <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, not {port}")
-    EngineConfig(device=device, dtype=dtype, max_batch=max_batch, threads=threads)
+    engine = asdict(
+        EngineConfig(
+            device=device,
+            dtype=dtype,
+            executor=executor,
+            max_batch=max_batch,
+            threads=threads,
+            deterministic=deterministic,
+        )
+    )
     # Read by OpenMP when torch is imported. Its threads would spin for milliseconds behind a prompt, on the cores that
     # the event loop and the engine's own threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -94,8 +105,7 @@ def serve(
 
         _say(f"starting replicas of {model}")
         online.serve(
-            model, settings,
-            {"device": device, "dtype": dtype, "executor": executor, "max_batch": max_batch, "threads": threads},
+            model, settings, engine,
             replicas=replicas, address=ray_address, host=host, port=port, shutdown_timeout=shutdown_timeout,
             ready=lambda url, what: _at(f"{model}, {what},", url),
         )  # fmt: skip
@@ -107,7 +117,7 @@ def serve(
         _say(f"loading {model}")
         from warpline.engine.llm import LLM
 
-        llm = LLM(model, device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+        llm = LLM(model, **engine)
         llm.warm_up()
         return llm
 

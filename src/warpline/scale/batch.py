@@ -61,6 +61,7 @@ def generate(
     executor: str = "auto",
     max_batch: int | None = None,
     threads: int | None = None,
+    deterministic: str = "off",
     gpus: float | None = None,
     chunk: int | None = None,
 ) -> Report:
@@ -74,7 +75,9 @@ def generate(
     """
     began = time.perf_counter()
     out = Path(out)
-    asked = EngineConfig(device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+    asked = EngineConfig(
+        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads, deterministic=deterministic
+    )
     params = _checked(params or SamplingParams())
     count = _count(replicas)
     if count is None and replicas is None and ray_address is not None:
@@ -97,8 +100,7 @@ def generate(
             logger.warning("%s lines were done before: going on behind them", f"{resumed:,}")
         work = list(chunks(source, size))
         left = work[output.chunks :]
-        engine = {name: getattr(asked, name) for name in ("device", "dtype", "executor", "max_batch", "threads")}
-        arguments = (_resolved(model), engine, params, column)
+        arguments = (_resolved(model), asdict(asked), params, column)
         with progress("Generating", sum(one.lines for one in left)) as advance:
             by_ray = replicas is not None
             made = _by_ray(left, arguments, count, ray_address, gpus) if by_ray else _here(left, arguments)

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def deployment(
     executor: str = "auto",
     max_batch: int | None = None,
     threads: int | None = None,
+    deterministic: str = "off",
     gpus: float | None = None,
     settings: Settings | None = None,
     drain_seconds: float = 30.0,
@@ -55,13 +56,14 @@ def deployment(
     `replicas` is a number, or the least and the most between which Ray chooses by the requests under way. Each has one
     GPU, or the share of one that `gpus` says, or `threads` CPU cores (1 if not given).
     """
-    asked = EngineConfig(device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+    asked = EngineConfig(
+        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads, deterministic=deterministic
+    )
     ray = cluster.require_ray(serve=True)
     has = ray.cluster_resources() if ray.is_initialized() else cluster.here()
-    engine = {name: getattr(asked, name) for name in ("device", "dtype", "executor", "max_batch", "threads")}
     least = replicas if isinstance(replicas, int) else replicas[0]
     each = cluster.share(device, threads, gpus=gpus, replicas=least, has=has)
-    return _application(model, engine, settings or Settings(), replicas, each, drain_seconds)
+    return _application(model, asdict(asked), settings or Settings(), replicas, each, drain_seconds)
 
 
 def _application(

@@ -1,4 +1,5 @@
-"""Two executors side by side: the first value, in the order of computing, in which they differ beyond rounding.
+"""Two executors side by side: the first value, in the order of computing, in which they differ beyond rounding. Or one
+executor, alone and in a batch: the first value of which a bit differs.
 
 Both decode the same text token by token. Every token is given, so a difference is not carried on by different words,
 and after each step all that the executors show of it is compared: `Executor.observe`.
@@ -41,6 +42,23 @@ class Difference:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """Where a sequence among `batch` others first differs from itself alone."""
+
+    batch: int
+    position: int
+    row: int
+    name: str
+    error: float  # the largest
+
+    def __str__(self) -> str:
+        return (
+            f"bits depend on the batch: at position {self.position} {self.name} of row {self.row} among {self.batch} "
+            f"is not what it is alone, by {self.error:.3g} at most"
+        )
+
+
 def compare(
     first: Executor,
     second: Executor,
@@ -59,6 +77,23 @@ def compare(
                 row = _worst(found[name], expected[name], layer, first.dtype)
                 if row is not None:
                     return Difference(len(texts[row[0]]) - steps + step, row[0], name, *row[1:])
+        tick()
+    return None
+
+
+def first_dependence(
+    executor: Executor, texts: Sequence[Sequence[int]], steps: int, tick: Callable[[], None] = lambda: None
+) -> Dependence | None:
+    """Decode the last `steps` tokens of all texts together, and of each alone."""
+    together, *alone = [_begin(executor, some, steps) for some in (texts, *([text] for text in texts))]
+    for step in range(steps):
+        found = {name: values.clone() for name, values in executor.observe(*together).items()}
+        rows = [executor.observe(*one) for one in alone]
+        for name in order(executor.config.n_layer):
+            for row, its in enumerate(rows):
+                if name in found and not torch.equal(found[name][row], its[name][0]):
+                    error = float((found[name][row].double() - its[name][0].double()).abs().max())
+                    return Dependence(len(texts), len(texts[row]) - steps + step, row, name, error)
         tick()
     return None
 
