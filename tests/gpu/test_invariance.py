@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,15 @@ from torch import Tensor
 
 from tests.engine.arrivals import random_params
 from warpline import LLM, Completion, SamplingParams
+from warpline.config import EngineConfig
+from warpline.engine.executors import Executor
+from warpline.engine.executors.persistent.executor import PersistentExecutor
+from warpline.engine.request import Request, Span
 from warpline.kernels import launch
 from warpline.kernels.catalog import find
 from warpline.kernels.catalog.group import in_tiles
 from warpline.kernels.catalog.prompts import prompt_tiles
+from warpline.model.weights import load
 
 GPU = torch.device("cuda:0")
 ROWS = (1, 2, 3, 8, 9, 16, 63, 65, 128, 129, 300, 1100)
@@ -142,6 +148,74 @@ def test_attention_of_prompts_in_parts(window: int, dtype: torch.dtype) -> None:
         assert all(map(torch.equal, expected, run(cuts, beside))), (cuts, beside)
 
 
+def kept(executor: Executor, asked: list[Request]) -> list[tuple[list[int], Tensor]]:
+    """Tokens of each sequence, and the bits of its keys and values."""
+    slots = executor.allocate(len(asked), max(request.limit for request in asked))
+    lanes = slots.admit(asked)
+    for slot, request in zip(lanes, asked, strict=True):  # one by one: prompts are other tests' matter
+        executor.prefill(slots, [Span(slot, 0, len(request.prompt), (slot,))])
+    for _ in range(0, max(request.limit - len(request.prompt) for request in asked), 7):
+        executor.decode(slots, lanes, 7)
+    news = slots.report(lanes, slots.capacity).wait()
+    caches = torch.stack([slots.cache.k, slots.cache.v])
+    return [
+        ([*map(int, row[:count])], caches[:, :, slot, :, : request.limit - 1].contiguous())
+        for slot, row, count, request in zip(lanes, news.tokens, news.counts, asked, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "arch", "window", "lengths"),
+    [
+        ("random:gpt2", "fp16", None, None, [16, 3, 180, 97, 95, 700, 1, 400]),
+        ("random:gpt2", "fp32", None, None, [16, 300, 90, 97]),
+        ("random:gpt2", "bf16", "sm_75", None, [90, 300]),
+        ("random:gpt2-medium,n_layer=3", "fp16", None, None, [16, 3, 180, 97, 95, 700, 1, 400]),
+        ("random:gpt2,n_layer=3", "fp16", None, 130, [16, 3, 180, 120, 95, 700, 1, 400]),
+        ("stories", "bf16", None, None, [16, 3, 180, 97, 95, 12, 1, 9]),
+    ],
+)
+def test_the_persistent_kernel_computes_rows_apart(
+    model: str, dtype: str, arch: str | None, window: int | None, lengths: list[int]
+) -> None:
+    """Keys, values and tokens to the bit: greedy and sampled, where contexts have one part or several, beside shorter
+    and longer ones, and beside rows that have ended."""
+    weights = load(model, dtype=dtype, device="cuda")
+    weights = replace(weights, config=replace(weights.config, window=window))
+    executor = PersistentExecutor(weights, GPU, dtype, arch=arch)
+    executor.set_up(EngineConfig(deterministic="batch"), model)
+    rng, settings = (
+        random.Random(4),
+        [
+            SamplingParams(temperature=0, max_tokens=999, ignore_eos=True),
+            SamplingParams(temperature=0.9, max_tokens=999, ignore_eos=True),
+            SamplingParams(temperature=0.8, top_p=0.95, max_tokens=999, ignore_eos=True, logit_bias={7: 1.5}),
+            SamplingParams(
+                temperature=1.0, top_k=40, min_p=0.01, repetition_penalty=1.2, max_tokens=999, ignore_eos=True
+            ),
+        ],
+    )
+    asked = [
+        Request(
+            [rng.randrange(weights.config.vocab_size) for _ in range(length)],
+            settings[i % 4],
+            i,
+            0,
+            length + 12 + 6 * i,
+        )
+        for i, length in enumerate(lengths)
+    ]
+    alone = [kept(executor, [request])[0] for request in asked]
+    for size in (2, 3, 4, 5, 8):
+        if size > (executor.most_lanes or 0):
+            break
+        for _ in range(2):
+            chosen = rng.sample(range(len(asked)), size)
+            for i, (tokens, caches) in zip(chosen, kept(executor, [asked[i] for i in chosen]), strict=True):
+                assert tokens == alone[i][0], (size, i)
+                assert torch.equal(caches, alone[i][1]), (size, i)
+
+
 MODELS = pytest.mark.parametrize(
     ("model", "dtype"), [("stories", "fp16"), ("stories", "bf16"), ("stories", "fp32"), ("random:gpt2", "fp16")]
 )
@@ -153,11 +227,12 @@ def seen(completion: Completion) -> tuple[object, ...]:
 
 
 @MODELS
-def test_texts_are_the_same_in_any_company(model: str, dtype: str) -> None:
+@pytest.mark.parametrize("most", [8, 64])
+def test_texts_are_the_same_in_any_company(model: str, dtype: str, most: int) -> None:
     """Alone, and in batches of any size that come and go, with prompts in chunks and prompts that begin alike: tokens
-    and log-probabilities to the bit."""
+    and log-probabilities to the bit. Where at most eight run at once it is the persistent kernel that decodes."""
     rng = random.Random(5)
-    llm = LLM(model, device="cuda", dtype=dtype, deterministic="batch", max_batch=64)
+    llm = LLM(model, device="cuda", dtype=dtype, deterministic="batch", max_batch=most)
     vocab, shared = llm.config.vocab_size, [rng.randrange(5000) for _ in range(90)]
     prompts = [
         rng.choice([[], shared])[:] + [rng.randrange(vocab - 1) for _ in range(rng.randint(1, 60))] for _ in range(48)
@@ -176,6 +251,7 @@ def test_texts_are_the_same_in_any_company(model: str, dtype: str) -> None:
         if rng.random() < 0.3:
             handles[-1][1].result(timeout=60)
     assert all(seen(handle.result(timeout=60)) == expected[i] for i, handle in handles)
+    assert llm.executor.described == ("auto (persistent)" if most == 8 else "auto (graph)")
 
 
 def test_long_texts_are_the_same_in_any_company() -> None:

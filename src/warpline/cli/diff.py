@@ -49,7 +49,7 @@ def diff(
 
     Exits with 1 if there is one.
     """
-    batches = BATCHES if alone and batch is None else (1 if batch is None else batch,)
+    batches: tuple[int, ...] = BATCHES if alone and batch is None else (1 if batch is None else batch,)
     for name, value in (("--prompt", prompt), ("--tokens", tokens), ("--batch", batches[0])):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")

@@ -17,6 +17,12 @@ CODE_UNIT, CODE_INPUTS = 16, 32
 MOST_HALF = 12
 #: Bytes of a tile: 16 for each lane.
 TILE_BYTES = 16 * THREADS_PER_WARP
+#: Positions that each warp of a block attends to at once.
+WARP_POSITIONS = 8
+#: Sequences at once, at most; of larger models fewer.
+MOST_ROWS = 8
+#: Logits that are left behind: rows begin at multiples of so many, so that torch adds each up in the same order.
+LOGITS_STEP = 64
 #: The products of a layer, in the order of the tape, and the LM head.
 STAGES = ("qkv", "out", "fc", "proj", "head")
 #: Cycles into a stage before a block asks for what others post, where a layer has so many kilobytes for each block:
@@ -49,8 +55,10 @@ class Extents:
     observed: bool = False  # keep what blocks exchange, layer by layer
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best
-    splits: int = 11  # parts of a context at most,
-    span: int = 96  # of so many positions at least
+    splits: int = 11  # parts of a context at most, of `span` positions at least, where contexts are cut evenly
+    span: int = 96
+    invariant: bool = False  # rows have the same bits in any company: parts of contexts have one size
+    positions: int = 1024  # of a context, at most
     cluster: int = 1  # blocks that share a head and its shared memory; 1: every exchange goes through L2
 
     @property
@@ -67,7 +75,7 @@ class Extents:
         each = 4 * self.width + size * (max(self.inner, self.width) * 11 // 10)
         part = best_warps(self) * (16 * (depth * size + 16) + 4 * depth)
         room = (self.shared_bytes - part - 15_000) * (0.55 if arch_number(self.arch) >= 80 else 1)
-        return next((rows for rows in (8, 4, 2) if rows * each <= room), 1)
+        return next((rows for rows in (MOST_ROWS, 4, 2) if rows * each <= room), 1)
 
     @property
     def tile_inputs(self) -> int:
@@ -78,6 +86,22 @@ class Extents:
     def screened(self) -> bool:
         """Whether only logits are computed that can be the largest: where nothing else is asked of the others."""
         return not (self.logits or self.filters)
+
+    @property
+    def part_positions(self) -> int:
+        """Positions of a part of a context, or how many at least where it is cut evenly. Of one size they are what the
+        warps of a block attend to in two turns: the second half arrives while the query is on its way."""
+        return 2 * WARP_POSITIONS * best_warps(self) if self.invariant else self.span
+
+    @property
+    def parts(self) -> int:
+        """Parts of a context, at most."""
+        return -(-self.positions // self.part_positions) if self.invariant else self.splits
+
+    @property
+    def logits_pitch(self) -> int:
+        """From one row of logits to the next."""
+        return -(-self.vocab // LOGITS_STEP) * LOGITS_STEP
 
     def in_clusters(self, size: int, room: int) -> Extents | None:
         """The same with attention in clusters of `size`, where the GPU runs `room` blocks at the same time; none if a

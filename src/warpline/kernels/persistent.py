@@ -136,8 +136,9 @@ class DecodeProgram:
             "LAYERS": e.layers,
             "VOCAB": e.vocab,
             "BLOCKS": e.blocks,
-            "SPLITS": e.splits,
-            "SPAN": e.span,
+            "PARTS": e.parts,
+            "PART": e.part_positions,
+            "LOGITS_PITCH": e.logits_pitch,
             "CLUSTER": e.cluster,
             "HEAD_PARTS": made.head_parts,
             "CODE_PARTS": made.code_parts,
@@ -156,7 +157,7 @@ class DecodeProgram:
                 *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
                 *(
                     f"    static constexpr bool {name.upper()} = {str(getattr(e, name)).lower()};"
-                    for name in ("logits", "filters", "observed", "screened")
+                    for name in ("logits", "filters", "observed", "screened", "invariant")
                 ),
                 "    struct Arguments {",
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
@@ -227,7 +228,7 @@ class DecodeKernel:
         head = depth // per + 2
         shapes = {
             "qkv": (3 * e.width // per, kind),
-            "heads": (e.heads * e.splits * head, kind),
+            "heads": (e.heads * e.parts * head, kind),
             "middle": (e.width, torch.float32),
             "hidden": (e.inner // per, kind),
             "end": (e.width, torch.float32),
@@ -242,7 +243,7 @@ class DecodeKernel:
                 values = payload[at : at + e.rows * words].view(e.rows, words)
                 at += e.rows * words
                 if name == "heads":
-                    values = values.reshape(e.rows, e.heads, e.splits, head)[:, :, 0, : depth // per].flatten(1)
+                    values = values.reshape(e.rows, e.heads, e.parts, head)[:, :, 0, : depth // per].flatten(1)
                 target = {"heads": f"h.{layer}.attention", "end": f"h.{layer + 1}.in"}.get(name, f"h.{layer}.{name}")
                 found[target] = values.contiguous().view(element)
         return found

@@ -18,6 +18,7 @@ from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError, DeviceError, WarplineError
+from warpline.kernels.decode_plan import MOST_ROWS
 from warpline.model.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -40,19 +41,26 @@ class AutoExecutor(Executor):
         self._most, self._last = 0, ""  # lanes that the persistent one takes; which decoded last
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """The persistent kernel sums in an order of its own, so it has no part in what is invariant."""
+        """Both sum in orders of their own. So where bits may not depend on the batch, one of them decodes everything:
+        the persistent kernel if it can decode as many sequences as ever run at once."""
         super().set_up(asked, model)
         self._graph.set_up(asked, model)
-        if self.invariant:
-            self._tell(ConfigError("deterministic='batch'"))
+        if self.invariant and (asked.max_batch or MOST_ROWS + 1) > MOST_ROWS:
+            self._tell(ConfigError(f"deterministic='batch', and max_batch may exceed {MOST_ROWS}"))
             return
         try:
-            self._persistent = PersistentExecutor(self._weights, self.device, self.dtype, prompts=self._graph.prompts)
+            made = PersistentExecutor(self._weights, self.device, self.dtype, prompts=self._graph.prompts)
         except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
             self._tell(reason)
-        else:
-            self._most = self._persistent.most_lanes or 0
-            logger.info("executor auto → persistent up to %s sequences, graph beyond", self._most)
+            return
+        made.set_up(asked, model)
+        most = made.most_lanes or 0
+        if self.invariant and most < (asked.max_batch or 0):
+            self._tell(ConfigError(f"deterministic='batch', and max_batch exceeds {most}"))
+            return
+        self._persistent, self._most = made, most
+        beyond = "" if self.invariant else ", graph beyond"
+        logger.info("executor auto → persistent up to %s sequences%s", most, beyond)
 
     def _tell(self, reason: Exception) -> None:
         level = logging.INFO if isinstance(reason, ConfigError) else logging.WARNING
@@ -71,6 +79,8 @@ class AutoExecutor(Executor):
                 self._persistent.prepare(slots, lanes)
                 chosen = self._persistent
             except (WarplineError, torch.OutOfMemoryError) as reason:  # too little shared memory for so many rows, say
+                if self.invariant:
+                    raise
                 self._most = len(lanes) // 2
                 self._tell(reason)
         self._last = chosen.name

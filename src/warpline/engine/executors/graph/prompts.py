@@ -81,7 +81,7 @@ class Prompts:
         activation = rules.weights.config.activation_function
         if ACTIVATIONS[activation] != "gelu_tanh":
             raise ConfigError(f"our kernels know only GELU's tanh form, not {activation}: use --executor torch")
-        self._rules = rules
+        self.rules = rules
         self._passes: WeakKeyDictionary[Slots, dict[tuple[int, int, End], Pass]] = WeakKeyDictionary()
         self._memory: WeakKeyDictionary[Slots, _Memory] = WeakKeyDictionary()
         #: Of the last pass, its ops.
@@ -99,7 +99,7 @@ class Prompts:
         lanes = [lane for span in spans for lane in span.lanes]
         rows = rounded_rows(sum(span.end - span.start for span in spans))
         count, needs = rounded_sequences(max(len(spans), len(lanes))), slots.needs(lanes)
-        end = self._rules.end(count, likeliest=needs.likeliest) if lanes else End.NOTHING
+        end = self.rules.end(count, likeliest=needs.likeliest) if lanes else End.NOTHING
         found = self._pass(slots, (rows, count, end))
         found.fill(spans, lanes, slots.parking)
         self.table = found.steps
@@ -116,7 +116,7 @@ class Prompts:
         for count, most in PREPARED_ROWS.items():
             if count > rounded_sequences(slots.count):
                 break
-            ends = {self._rules.end(count, likeliest=likeliest) for likeliest in (False, True)}
+            ends = {self.rules.end(count, likeliest=likeliest) for likeliest in (False, True)}
             most = min(most, rounded_rows(slots.count * slots.capacity))
             for rows in sorted({rounded_rows(n) for n in range(count, most + 1)}):
                 for end in ends:
@@ -127,7 +127,7 @@ class Prompts:
         if (found := passes.get(key)) is None:
             with PREPARING:
                 memory = self._memory.setdefault(slots, _Memory())
-                found = passes[key] = Pass(self._rules, slots, memory, *key)
+                found = passes[key] = Pass(self.rules, slots, memory, *key)
         return found
 
 

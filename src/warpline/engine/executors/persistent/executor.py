@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from warpline.config import DTYPE_BYTES
+from warpline.config import DTYPE_BYTES, EngineConfig
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING
 from warpline.engine.executors.graph.prompts import Prompts
 from warpline.engine.executors.graph.schedule import STATE, PassRules, Step
 from warpline.engine.executors.persistent.tape import record
-from warpline.engine.executors.sampling import advance
+from warpline.engine.executors.sampling import advance, note_logprobs
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError, DeviceError
@@ -54,6 +54,7 @@ class PersistentExecutor(Executor):
     chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True
+    can_be_invariant = True
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class PersistentExecutor(Executor):
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self.prompts = prompts or Prompts(PassRules(weights))
+        self._weights = weights
         self._matrices = {"wte": weights.tensors["wte.weight"], "wpe": weights.tensors["wpe.weight"]}
         self._matrices["head"] = weights.tensors[f"{weights.head}.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
@@ -96,19 +98,34 @@ class PersistentExecutor(Executor):
             rows=1,
             blocks=multiprocessors,
             arch=arch or arch_of(self._index),
+            positions=min(config.n_positions, config.window or config.n_positions),
         )
         units = sum(extents.units(stage) for stage in decode_plan.STAGES[:-1])
         extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
         if cluster is None:
             cluster = CLUSTER if extents.layer_kilobytes < CLUSTER_KILOBYTES else 1
-        self.extents = self._in_clusters(extents, cluster)
-        self.most_lanes = self.extents.most_rows
-        self._tapes = record(weights, decode_plan.plan(self.extents))
+        self._apart = extents  # without clusters
+        self._lay_out(self._in_clusters(extents, cluster))
         self._logits: Tensor | None = None
         self._compiler, self._compiling = ThreadPoolExecutor(1, "warpline-compile"), threading.Lock()
         self._decoders: dict[tuple[object, ...], _Decoder] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self._stamps: Tensor | None = None
+
+    def _lay_out(self, extents: decode_plan.Extents) -> None:
+        self.extents, self.most_lanes = extents, extents.most_rows
+        self._tapes = record(self._weights, decode_plan.plan(extents))
+
+    def set_up(self, asked: EngineConfig, model: str) -> None:
+        """Where rows must have the same bits in any company, there are no clusters, which cut contexts by the number of
+        rows."""
+        super().set_up(asked, model)
+        if self.invariant:
+            if not self.prompts.rules.invariant:
+                self.prompts = Prompts(PassRules(self._weights, invariant=True))
+            if self.extents.cluster > 1:
+                self._lay_out(self._apart)
+            self.extents = replace(self.extents, invariant=True)
 
     def _in_clusters(self, extents: decode_plan.Extents, size: int) -> decode_plan.Extents:
         """With a head to each cluster of `size` blocks, if the model and the GPU allow it."""
@@ -173,22 +190,24 @@ class PersistentExecutor(Executor):
         return self.prompts.table if phase == "prefill" else None
 
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
-        """In one launch, unless the logarithms of probabilities are asked for."""
+        """In one launch, unless the logarithms of probabilities are asked for: these are torch's."""
         needs = slots.needs(lanes)
         decoder = self._decoder(len(lanes), needs)
         if needs.logprobs is None:
             self._reached("decode")
             self._launch(slots, lanes, n, decoder)
             return
+        index = slots.crossing.select(lanes, len(lanes))
         for _ in range(n):
             self._reached("decode")
             with torch.inference_mode():
-                advance(slots, lanes, self._launch(slots, lanes, 1, decoder))
+                was_done = slots.done[index]
+                note_logprobs(slots, lanes, self._launch(slots, lanes, 1, decoder), was_done, index)
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """From a launch that keeps what its blocks exchange."""
-        decoder = self._with(len(lanes), logits=True, observed=True, splits=1)
-        logits = self._launch(slots, lanes, 1, decoder)
+        decoder = self._with(len(lanes), logits=True, observed=True, invariant=False, splits=1)
+        logits = self._launch(slots, lanes, 1, decoder)[:, : self.config.vocab_size]
         torch.cuda.synchronize(self.device)
         if slots.fault.item():
             slots.fault.zero_()
@@ -215,7 +234,7 @@ class PersistentExecutor(Executor):
     def _decoder(self, lanes: int, needs: Needs) -> _Decoder:
         """What decodes so many lanes with such needs."""
         if needs.logprobs is not None:
-            return self._with(lanes, logits=True)
+            return self._with(lanes, logits=True, filters=True)
         return self._with(lanes, filters=needs.filters)
 
     def _with(self, lanes: int, **options: Any) -> _Decoder:
@@ -231,7 +250,8 @@ class PersistentExecutor(Executor):
         """What does not change from launch to launch is put together once: the GPU may be waiting."""
         rows = decoder.program.extents.rows
         if self._logits is None or len(self._logits) < rows:
-            self._logits = torch.empty(rows, self.config.vocab_size, device=self.device)
+            # Behind the vocabulary is nothing that could be chosen.
+            self._logits = torch.full((rows, self.extents.logits_pitch), -torch.inf, device=self.device)
         kernel = self._loaded(decoder)
         table = slots.crossing.select(lanes, len(lanes))
         if (arguments := decoder.bound.get(slots)) is None:

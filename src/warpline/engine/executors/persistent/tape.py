@@ -137,7 +137,10 @@ def _deal(tape: Tensor, plan: Plan, found: Tensor, known: Tensor, parts: int, ea
             count = min(plan.warps, end - first)
             some, also = found[first : first + count], known[first : first + count]  # the last unit may be missing
             if parts > 1 and count < plan.warps:
-                some = F.pad(some, (0, 0, 0, -some.shape[1] % parts)).view(parts * len(some), -1, some.shape[2])
+                steps = -(-some.shape[1] // parts)
+                some = F.pad(some, (0, 0, 0, parts * steps - some.shape[1])).view(
+                    parts * len(some), steps, some.shape[2]
+                )
                 also = also.repeat_interleave(parts, 0)
             whole = torch.cat([some, also], dim=1)  # [warp, step, byte]
             tape[at : at + whole.shape[1], : len(whole)] = whole.transpose(0, 1)

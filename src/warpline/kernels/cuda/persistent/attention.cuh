@@ -19,6 +19,7 @@ namespace warpline {
 struct Part {
     int row, head, split, from, to, end;
 
+    __device__ __forceinline__ bool is_empty() const { return split > 0 && from >= to; }  // the first one is attended to in any case
     __device__ __forceinline__ bool has_newest() const { return from < to && to == end; }
     __device__ __forceinline__ int cached() const { return min(to, end - 1); }  // what is in the cache ends here
 };
@@ -31,6 +32,8 @@ class PartAttention {
     static constexpr int NEWEST = WARPS;  // whose result is behind those of the warps
 
    public:
+    static constexpr bool IN_REGISTERS = sizeof(T) == 2;  // what is attended to; else it stays where it was copied to
+
     struct Shared {
         alignas(16) T keys[WARPS][KEYS * PITCH];
         alignas(16) T values[WARPS][KEYS * PITCH];
@@ -76,6 +79,13 @@ class PartAttention {
     // Starts copying what is in the cache. `keys` and `values`: of the sequence and head, position 0.
     static __device__ __forceinline__ void begin(Shared& s, const T* keys, const T* values, const Part& part) {
         copy(s, keys, values, part.from + thread_index() / WARP * KEYS, part.cached());
+    }
+
+    // Starts copying the positions behind those, whose place is free: they are in registers.
+    static __device__ __forceinline__ void begin_second(Shared& s, const T* keys, const T* values, const Part& part) {
+        const int first = part.from + thread_index() / WARP * KEYS + AT_ONCE;
+        __syncwarp();
+        if (first < part.cached()) copy(s, keys, values, first, part.cached());
     }
 
     // What was copied, into registers.
@@ -144,7 +154,9 @@ class PartAttention {
         blank(newest.q);
     }
 
-    // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e).
+    // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e). AHEAD: the second positions are on their
+    // way already.
+    template <bool AHEAD>
     static __device__ __forceinline__ void run(Shared& s, const T* keys, const T* values, const Part& part, float factor, Loaded& loaded, const Newest& newest) {
         const int warp = thread_index() / WARP;
         int first = part.from + warp * KEYS;
@@ -165,8 +177,10 @@ class PartAttention {
                 }
                 first += AT_ONCE;
                 if (first >= part.cached()) break;
-                __syncwarp();
-                copy(s, keys, values, first, part.cached());
+                if (!AHEAD || first > part.from + warp * KEYS + AT_ONCE) {
+                    __syncwarp();
+                    copy(s, keys, values, first, part.cached());
+                }
                 load(loaded, s);
             }
         }

@@ -10,7 +10,7 @@ class AttentionByWords : protected Parts<M> {
     using Place = Layout<M>;
     using Base = Parts<M>;
     using Place::ROWS, Place::WARPS, Place::WIDTH, Place::HEADS, Place::DEPTH, Place::PER, Place::SLAB;
-    using Place::PITCH, Place::HEAD_WORDS, Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT;
+    using Place::PITCH, Place::HEAD_WORDS, Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT, Place::WHOLE_CONTEXTS;
     using typename Place::T, typename Place::Attention, typename Base::Lines;
     template <int INPUTS, int UNITS>
     using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
@@ -21,8 +21,7 @@ class AttentionByWords : protected Parts<M> {
     // The heads' outputs, as far as they are this warp's columns, into desk.h. Who has attended to a head comes late enough.
     __device__ __forceinline__ void gather_attention(unsigned begun) {
         const unsigned pause = desk.parts == 0 ? M::PAUSE_HEADS : 0;
-        constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS;  // of words, of a row and of all
-        constexpr int LANES = MINE < WARP && WARP % MINE == 0 ? MINE : WARP;
+        constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS, LANES = WARP / HALVES;  // of words, of a row and of all
         const int lane = thread_index() % WARP, slab = thread_index() / WARP * SLAB;
         // Of a lane's pair i: the row, the column, and where the first part of its head begins.
         struct Spot {
@@ -33,70 +32,93 @@ class AttentionByWords : protected Parts<M> {
         const auto spot = [&](int i) {
             const int n = lane % LANES + i * LANES, row = min(n, MINE - 1) / PAIRS, at = slab + n % PAIRS * (2 * PER);
             const int column = min(at, WIDTH - 2 * PER);  // a lane without a pair of its own looks at another's
-            return Spot{row, column, lane < LANES && n < MINE && at == column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::SPLITS * HEAD_WORDS};
+            return Spot{row, column, lane < LANES && n < MINE && at == column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::PARTS * HEAD_WORDS};
         };
         const auto leave = [&](const Spot& s, Vec<unsigned, 2> bits) {
             if (s.own) *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + s.row * PITCH + s.column) = bits;
         };
-        if (splits == 1) {
+        if (!Place::MERGES || splits == 1) {
             auto heads = gather<ceil_div(MINE, LANES), 4>([&](int i) {
                 const Spot s = spot(i);
                 return s.head + s.column % DEPTH / PER;
             });
             heads.ask(begun, pause);
             heads.finish(tag, desk.dog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
-        } else {
+        } else if constexpr (Place::MERGES) {
             let_pass(begun, pause);
 #pragma unroll 1
-            for (int i = 0; i < ceil_div(MINE, LANES); ++i) leave(spot(i), merged<LANES>(spot(i).head, spot(i).column % DEPTH / PER));
+            for (int i = 0; i < ceil_div(MINE, LANES); ++i) {
+                const Spot s = spot(i);
+                leave(s, merged(s.head, s.column % DEPTH / PER, this->parts_of(s.row)));
+            }
         }
         __syncwarp();
     }
 
-    // A pair of words of a head whose context was attended to in parts; lanes LANES apart share the parts.
-    template <int LANES>
-    __device__ __forceinline__ Vec<unsigned, 2> merged(const Word* head, int at) {
-        constexpr int AT_ONCE = 3;
-        float heaviest = LOWEST, total = 0.f, sum[2 * PER] = {};
+    // Parts of a context, each a normalised result and the logarithm of its weight, merged one behind the other: the even ones,
+    // the odd ones, and then both, whoever merges them. A single one stays as it is.
+    template <int COUNT>
+    struct Merger {
+        float heaviest = LOWEST, total = 0.f, sum[COUNT] = {};
+
+        template <typename V>
+        __device__ __forceinline__ void add(float weight, float amount, const V& value) {
+            const float before = heaviest;
+            heaviest = fmaxf(heaviest, weight);
+            const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
+            total = fmaf(share, amount, __fmul_rn(total, rescale));
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) sum[j] = fmaf(share, to_float(value.at[j]), __fmul_rn(sum[j], rescale));
+        }
+        __device__ __forceinline__ void add(const Merger& other) { add(other.heaviest, other.total, other.sums()); }
+        __device__ __forceinline__ Vec<float, COUNT> sums() const {
+            Vec<float, COUNT> found;
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) found.at[j] = sum[j];
+            return found;
+        }
+        __device__ __forceinline__ Merger of_lane(int other) const {
+            Merger found;
+            found.heaviest = __shfl_xor_sync(0xffffffffu, heaviest, other), found.total = __shfl_xor_sync(0xffffffffu, total, other);
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) found.sum[j] = __shfl_xor_sync(0xffffffffu, sum[j], other);
+            return found;
+        }
+        __device__ __forceinline__ Vec<T, COUNT> rounded() const {
+            const float inverse = rcp_approx(total);
+            Vec<T, COUNT> found;
+#pragma unroll
+            for (int j = 0; j < COUNT; ++j) found.at[j] = from_float<T>(sum[j] * inverse);
+            return found;
+        }
+    };
+
+    // A pair of words of a head whose context was attended to in `parts` parts, fewer than others' perhaps. Where lanes are left,
+    // the upper half of the warp has the odd parts.
+    static constexpr int HALVES = ROWS * SLAB / (2 * PER) <= WARP / 2 ? 2 : 1;
+    __device__ __forceinline__ Vec<unsigned, 2> merged(const Word* head, int at, int parts) {
+        constexpr int AT_ONCE = HALVES == 2 ? 3 : 4;
+        const int half = HALVES == 2 ? thread_index() % WARP / (WARP / 2) : 0;
+        Merger<2 * PER> mergers[2 / HALVES];
+        Vec<unsigned, 2> single = {};
 #pragma unroll 1
-        for (int first = thread_index() % WARP / LANES; first - thread_index() % WARP / LANES < splits; first += AT_ONCE * (WARP / LANES)) {
-            const auto part = [&](int i) { return min(first + i * (WARP / LANES), splits - 1) * HEAD_WORDS; };
-            const auto place = [&](int i) { return head + part(i / 2) + (i % 2 ? DEPTH / PER : at); };
+        for (int first = half; first - half < splits; first += AT_ONCE * HALVES) {
+            const auto place = [&](int i) { return head + min(first + i / 2 * HALVES, parts - 1) * HEAD_WORDS + (i % 2 ? DEPTH / PER : at); };
             Pair pair[2 * AT_ONCE];
 #pragma unroll
             for (int i = 0; i < 2 * AT_ONCE; ++i) pair[i].load(place(i));
             await(pair, place, tag, desk.dog);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                const float weight = first + i * (WARP / LANES) < splits ? __uint_as_float(pair[2 * i + 1].payload(0)) : LOWEST;
                 const Vec<unsigned, 2> bits = {pair[2 * i].payload(0), pair[2 * i].payload(1)};
-                add_part(heaviest, total, sum, weight, 1.f, reinterpret_cast<const Vec<T, 2 * PER>&>(bits));
+                if (first + i == 0) single = bits;
+                if (first + i * HALVES >= parts) continue;
+                mergers[HALVES == 2 ? 0 : i % 2].add(__uint_as_float(pair[2 * i + 1].payload(0)), 1.f, reinterpret_cast<const Vec<T, 2 * PER>&>(bits));
             }
         }
-#pragma unroll
-        for (int other = LANES; other < WARP; other *= 2) {
-            Vec<float, 2 * PER> its;
-#pragma unroll
-            for (int j = 0; j < 2 * PER; ++j) its.at[j] = __shfl_xor_sync(0xffffffffu, sum[j], other);
-            const float weight = __shfl_xor_sync(0xffffffffu, heaviest, other);
-            add_part(heaviest, total, sum, weight, __shfl_xor_sync(0xffffffffu, total, other), its);
-        }
-        const float inverse = rcp_approx(total);
-        Vec<T, 2 * PER> value;
-#pragma unroll
-        for (int j = 0; j < 2 * PER; ++j) value.at[j] = from_float<T>(sum[j] * inverse);
-        return reinterpret_cast<const Vec<unsigned, 2>&>(value);
-    }
-
-    // What was found in parts that weigh 2^heaviest * total together, and another that weighs 2^weight * amount.
-    template <typename V>
-    static __device__ __forceinline__ void add_part(float& heaviest, float& total, float (&sum)[2 * PER], float weight, float amount, const V& value) {
-        const float before = heaviest;
-        heaviest = fmaxf(heaviest, weight);
-        const float rescale = exp2_approx(before - heaviest), share = exp2_approx(weight - heaviest);
-        total = total * rescale + share * amount;
-#pragma unroll
-        for (int j = 0; j < 2 * PER; ++j) sum[j] = sum[j] * rescale + share * to_float(value.at[j]);
+        mergers[0].add(HALVES == 2 ? mergers[0].of_lane(WARP / 2) : mergers[2 / HALVES - 1]);
+        const Vec<T, 2 * PER> value = mergers[0].rounded();
+        return parts == 1 ? single : reinterpret_cast<const Vec<unsigned, 2>&>(value);
     }
 
     // From the rows of the layer to those behind its attention.
@@ -116,6 +138,7 @@ class AttentionByWords : protected Parts<M> {
             });
             stamp();
         }
+        Merger<PER> even, odd;  // of the context that the block is at, where it attends to all of it
         this->attend(
             [&](const Part& part, auto& newest, bool all) {
                 const Word* posted = words() + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
@@ -126,13 +149,21 @@ class AttentionByWords : protected Parts<M> {
                 if (thread >= DEPTH / PER) return;
                 float value[PER];
                 const auto [largest, sum] = Attention::template merge<PER>(desk.attention, part, thread * PER, value);
-                const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f;
+                const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f, weight = sum > 0.f ? largest + __log2f(sum) : LOWEST;
+                Vec<T, PER> rounded;
 #pragma unroll
-                for (int j = 0; j < PER; ++j) value[j] *= inverse;
-                const unsigned weight = __float_as_uint(sum > 0.f ? largest + __log2f(sum) : LOWEST);
-                Word* target = words() + ATTENTION_AT + ((part.row * HEADS + part.head) * M::SPLITS + part.split) * HEAD_WORDS;
-                post(target + thread, packed(value), tag);
-                if (thread < 2) post(target + DEPTH / PER + thread, weight, tag);
+                for (int j = 0; j < PER; ++j) rounded.at[j] = from_float<T>(value[j] * inverse);
+                if (WHOLE_CONTEXTS && (part.split > 0 || part.to < part.end)) {
+                    if (part.split == 0) even = {}, odd = {};
+                    if (part.split % 2 == 0) even.add(weight, 1.f, rounded);
+                    else odd.add(weight, 1.f, rounded);
+                    if (part.to < part.end) return;
+                    even.add(odd);
+                    rounded = even.rounded();
+                }
+                Word* target = words() + ATTENTION_AT + ((part.row * HEADS + part.head) * M::PARTS + (WHOLE_CONTEXTS ? 0 : part.split)) * HEAD_WORDS;
+                post(target + thread, reinterpret_cast<const unsigned&>(rounded), tag);
+                if (!WHOLE_CONTEXTS && thread < 2) post(target + DEPTH / PER + thread, __float_as_uint(weight), tag);
             });
         stamp();
         {

@@ -35,9 +35,10 @@ class AttentionInClusters : protected Parts<M> {
     static __device__ __forceinline__ bool has_head() { return head() < HEADS; }
 
     // A barrier takes one arrival a phase, and a second one is a fault of the launch. The phase before is over, unless the
-    // watchdog has ended a wait for it, here or in another block.
+    // watchdog has ended a wait for it, here or in another block. From then on barriers are left alone: two phases later the
+    // parity would be right again, and the phase the old one.
     __device__ __forceinline__ void expect(Message which, int bytes) {
-        if (thread_index() != 0) return;
+        if (thread_index() != 0 || desk.dog.dead) return;
         while (!barrier_passed(desk.inbox.arrived + which, parity ^ 1)) {
             if (desk.dog.dead) return;
         }
@@ -103,7 +104,7 @@ class AttentionInClusters : protected Parts<M> {
         if constexpr (M::OBSERVED) {
             for (int i = thread_index(); rank() == 0 && i < ROWS * DEPTH / PER; i += THREADS) {
                 const int row = i / (DEPTH / PER), at = i % (DEPTH / PER);
-                post(words() + ATTENTION_AT + (row * HEADS + head()) * M::SPLITS * HEAD_WORDS + at,
+                post(words() + ATTENTION_AT + (row * HEADS + head()) * M::PARTS * HEAD_WORDS + at,
                      *reinterpret_cast<const unsigned*>(desk.merged + row * Place::MERGED_PITCH + at * PER), tag);
             }
         }

@@ -126,8 +126,8 @@ class Choice : protected Head<M> {
         if (thread_index() % WARP == 0) desk.best[row][thread_index() / WARP] = best;
     }
 
-    // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. Added in one order; the
-    // sums of desk.sums[2 * row] and of the next are the totals.
+    // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. The first numbers of
+    // desk.sums[2 * row] and of the next are the totals.
     template <typename F>
     __device__ __forceinline__ void exchange_sums(F f) {
         Word* sums = a.words + SUMS_AT;
@@ -143,26 +143,23 @@ class Choice : protected Head<M> {
         }
         sync_threads<THREADS>();
         if (thread < 2 * ROWS) post(sums + blockIdx.x * (2 * ROWS) + thread, __float_as_uint(sum_of<WARPS>(desk.sums[thread])), tag);
+        // A warp adds up what all blocks have of a row, in an order that does not depend on the other rows.
+        static_assert(ROWS <= WARPS);
+        const int lane = thread % WARP;
         float total[2] = {};
-        auto asked = gather<ceil_div(M::BLOCKS * ROWS, THREADS), 4>([&](int i) {
-            return sums + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * ROWS + thread % ROWS);
-        });
-        asked.ask();
-        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
-            if (thread + i * THREADS >= M::BLOCKS * ROWS) return;
-            total[0] += __uint_as_float(pair.payload(0));
-            total[1] += __uint_as_float(pair.payload(1));
-        });
+        if (warp < ROWS) {
+            auto asked = gather<ceil_div(M::BLOCKS, WARP), 5>([&](int i) { return sums + 2 * (min(lane + i * WARP, M::BLOCKS - 1) * ROWS + warp); });
+            asked.ask();
+            asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+                if (lane + i * WARP >= M::BLOCKS) return;
+                total[0] += __uint_as_float(pair.payload(0));
+                total[1] += __uint_as_float(pair.payload(1));
+            });
 #pragma unroll
-        for (int other = WARP / 2; other >= ROWS; other /= 2) {
-            total[0] += __shfl_xor_sync(0xffffffffu, total[0], other);
-            total[1] += __shfl_xor_sync(0xffffffffu, total[1], other);
+            for (int i = 0; i < 2; ++i) total[i] = warp_reduce(total[i], [](float x, float y) { return x + y; });
         }
         sync_threads<THREADS>();  // the block's own sums have been read
-        if (thread % WARP < ROWS) {
-            desk.sums[2 * (thread % WARP)][warp] = total[0];
-            desk.sums[2 * (thread % WARP) + 1][warp] = total[1];
-        }
+        if (warp < ROWS && lane < 2) desk.sums[2 * warp + lane][0] = lane == 0 ? total[0] : total[1];
         sync_threads<THREADS>();
     }
 
@@ -298,7 +295,7 @@ class Choice : protected Head<M> {
             ++tag;
             if (thread_index() < ROWS && !desk.rows[thread_index()].drawn) {
                 Row& r = desk.rows[thread_index()];
-                const float above = sum_of<WARPS>(desk.sums[2 * thread_index()]), all = sum_of<WARPS>(desk.sums[2 * thread_index() + 1]);
+                const float above = desk.sums[2 * thread_index()][0], all = desk.sums[2 * thread_index() + 1][0];
                 r.drawn = r.distance == 0 || above < r.mass * all;
                 if (!r.drawn) r.line = r.distance;
             }

@@ -90,7 +90,7 @@ class Decode : Choice<M> {
             int longest = 1;
             bool active = false;
             for (int i = 0; i < ROWS; ++i) {
-                longest = max(longest, desk.rows[i].length);
+                longest = max(longest, M::INVARIANT ? this->context_end(i) : desk.rows[i].length);
                 active |= desk.rows[i].active;
             }
             if (a.window > 0) longest = min(longest, a.window);
@@ -99,7 +99,7 @@ class Decode : Choice<M> {
             this->deal_parts(longest);
         }
         sync_threads<THREADS>();
-        splits = desk.splits;
+        splits = Place::WHOLE_CONTEXTS ? 1 : desk.splits;
     }
 
     // The tokens that were agreed on; block 0 tells the host.
@@ -152,20 +152,22 @@ class Decode : Choice<M> {
         sync_threads<THREADS>();  // here every warp needs all columns
         stamp();
         if (desk.parts > 0) __threadfence();  // keys and values are in the cache before the next token
-        if constexpr (M::LOGITS) {
+        if constexpr (M::LOGITS || M::FILTERS) {
             all_logits([&](int output, int row, float value) {
-                if (row < a.batch) a.logits[static_cast<long long>(row) * M::VOCAB + output] = value;
+                if (M::LOGITS && row < a.batch) a.logits[static_cast<long long>(row) * M::LOGITS_PITCH + output] = value;
+                if constexpr (M::FILTERS) desk.scores[row * SCORES + output - first_output()] = value;
             });
-        } else if constexpr (M::FILTERS) {
-            all_logits([&](int output, int row, float value) { desk.scores[row * SCORES + output - first_output()] = value; });
-            stamp();
-            choose();
-            append();
+            if constexpr (M::FILTERS) {
+                stamp();
+                choose();
+                append();
+            }
         } else {
             best_scores([&](int row, int output, float logit) {
                 const Row& r = desk.rows[row];
                 if (output == r.banned || !r.active) return 0ull;
-                if (r.coolness > 0.f) logit = logit * r.coolness + gumbel_noise(r.key, output);
+                // Rounded twice, as where filters come in between.
+                if (r.coolness > 0.f) logit = __fadd_rn(__fmul_rn(logit, r.coolness), gumbel_noise(r.key, output));
                 return candidate(logit, output);
             });
             stamp();

@@ -25,7 +25,7 @@ struct BlockPlan {
 //   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
 //   head      [vocab, width]: the LM head, for logits that codes do not decide (head.cuh)
 //   k, v      [layer, slot, head, position, depth], slots of `capacity` positions, `layer_stride` elements to a layer
-//   logits    [row, vocab], where the launch is to leave them instead of choosing a token
+//   logits    [row, LOGITS_PITCH], where the launch is to leave them, instead of choosing a token or (FILTERS) as well
 //   patience  of a wait, in nanoseconds
 //   count     of tokens, at most; tag: of the first turn
 template <typename M>
@@ -54,6 +54,13 @@ struct Layout {
     static constexpr int CONTEXT_SPLITS = ROWS < M::CLUSTER ? M::CLUSTER / ROWS : 1, SHARE = WIDTH / M::CLUSTER;
     static constexpr int MOST_GROUPS = most(1, least(HEADS, THREADS / most(1, ROWS * SHARE / 2)));
     static constexpr int GROUPS = ceil_div(HEADS, ceil_div(HEADS, MOST_GROUPS)), MERGED_PITCH = DEPTH + 64 / static_cast<int>(sizeof(T));
+
+    // Whether the block that attends to a part of a context attends to all its parts in turn: where there are no blocks for
+    // more. Contexts that are cut evenly have one part then.
+    static constexpr bool WHOLE_CONTEXTS = M::INVARIANT && 2 * ROWS * HEADS > M::BLOCKS;
+    static_assert(!(M::INVARIANT && IN_CLUSTERS));
+    // Whether blocks may hand each other parts of a context, to be merged.
+    static constexpr bool MERGES = !WHOLE_CONTEXTS && M::PARTS > 1 && (M::INVARIANT || 2 * ROWS * HEADS <= M::BLOCKS);
 
     // The screened LM head: bytes of a row's upper or lower half, neighbours on different banks, and steps of a unit's tape.
     static constexpr int BYTES_PITCH = ceil_div(WIDTH, 128) * 128 + 32, CODE_STEPS = ceil_div(WIDTH, CODE_INPUTS) + 1;
@@ -135,7 +142,7 @@ struct Layout {
         int counts[M::FILTERS ? ROWS * DIGITS : 1];
         Row rows[ROWS];
         bool goes_on;
-        int splits, parts;  // of a context; of contexts, for this block to attend to
+        int splits, parts;  // of the longest context; of contexts, for this block to attend to
         Part part;          // the one it is at, and its place in the cache of the first layer
         long long place;
         Watchdog dog;
@@ -155,7 +162,7 @@ struct Layout {
 
     static constexpr int HEAD_WORDS = DEPTH / PER + 2;  // a head's part of the output, and twice its weight
     static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
-    static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::SPLITS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
+    static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::PARTS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
     static constexpr int END_AT = FC_AT + ROWS * INNER / PER, SUMS_OF_HEADS_AT = END_AT + ROWS * WIDTH;  // [head][row][column]
     static constexpr int TURN = SUMS_OF_HEADS_AT + (IN_CLUSTERS ? HEADS * ROWS * WIDTH : 0);
     static constexpr int CANDIDATE = M::FILTERS ? 4 : 2;

@@ -9,39 +9,54 @@ class Parts : protected Stages<M> {
    protected:
     using Place = Layout<M>;
     using Base = Stages<M>;
-    using Place::ROWS, Place::THREADS, Place::HEADS, Place::DEPTH, Place::WIDTH, Place::IN_CLUSTERS, Place::CONTEXT_SPLITS;
+    using Place::ROWS, Place::THREADS, Place::HEADS, Place::DEPTH, Place::WIDTH, Place::IN_CLUSTERS, Place::CONTEXT_SPLITS, Place::WHOLE_CONTEXTS;
     using typename Place::T, typename Place::Attention, typename Place::Row;
     using Base::a, Base::desk, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vectors, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
     using Base::Base;
 
     // Whether no block has more than one of them.
-    static constexpr bool ONE_PART = IN_CLUSTERS ? ROWS * CONTEXT_SPLITS <= M::CLUSTER : ROWS * HEADS <= M::BLOCKS;
+    static constexpr bool ONE_PART =
+        IN_CLUSTERS ? ROWS * CONTEXT_SPLITS <= M::CLUSTER : ROWS * HEADS * (M::INVARIANT ? M::PARTS : 1) <= M::BLOCKS;
 
     // Where a row's token at `position` is, and its noise.
     __device__ __forceinline__ long long token_at(const Row& row, int position) const {
         return static_cast<long long>(row.slot) * a.capacity + position;
     }
 
-    // Of the contexts of a token, the longest of which has `longest` positions. By one thread.
+    // A row's context: the positions from begin to end - 1. One that has ended has none.
+    __device__ __forceinline__ int context_end(int row) const { return desk.rows[row].active ? desk.rows[row].length : 0; }
+    __device__ __forceinline__ int context_begin(int end) const { return a.window > 0 ? max(0, end - a.window) : 0; }
+    __device__ __forceinline__ int parts_of(int row) const {
+        if constexpr (!M::INVARIANT) return splits;
+        const int end = context_end(row);
+        return max(1, ceil_div(end - context_begin(end), M::PART));
+    }
+
+    // Of the contexts of a token, the longest of which has `longest` positions. By one thread. INVARIANT: borders of parts, and
+    // the order in which they are merged, follow from the row alone, so that its bits depend on no other. Else contexts are cut
+    // evenly, so that every block has a part if there are enough.
     __device__ __forceinline__ void deal_parts(int longest) {
         if constexpr (IN_CLUSTERS) {
             desk.splits = CONTEXT_SPLITS;
             desk.parts = blockIdx.x / M::CLUSTER < HEADS ? ceil_div(ROWS * CONTEXT_SPLITS, M::CLUSTER) : 0;
         } else {
-            desk.splits = min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::SPLITS, ceil_div(longest, M::SPAN)));
-            desk.parts = ceil_div(max(0, ROWS * HEADS * desk.splits - static_cast<int>(blockIdx.x)), M::BLOCKS);
+            const int pieces = ceil_div(longest, M::PART);
+            desk.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
+            const int shares = ROWS * HEADS * (WHOLE_CONTEXTS ? 1 : desk.splits);
+            desk.parts = ceil_div(max(0, shares - static_cast<int>(blockIdx.x)), M::BLOCKS) * (WHOLE_CONTEXTS ? desk.splits : 1);
         }
-        splits = desk.splits;
         if (desk.parts > 0) set_part(0);
     }
 
-    // The block's part number `i`. In clusters a head is a cluster's; otherwise all parts of all heads go around.
+    // The block's part number `i`. In clusters a head is a cluster's; otherwise parts of all heads, or contexts of all heads
+    // with their parts in turn, go around.
     __device__ __forceinline__ Part part_of(int i) const {
-        const int index = IN_CLUSTERS ? blockIdx.x % M::CLUSTER + i * M::CLUSTER : blockIdx.x + i * M::BLOCKS;
-        const int split = index % splits, head = IN_CLUSTERS ? blockIdx.x / M::CLUSTER : index / splits % HEADS;
-        const int row = index / (IN_CLUSTERS ? splits : splits * HEADS);
-        const int end = desk.rows[row].length, begin = a.window > 0 ? max(0, end - a.window) : 0;
-        const int size = ceil_div(end - begin, splits), from = min(end, begin + split * size);
+        const int cuts = desk.splits;
+        const int share = IN_CLUSTERS ? blockIdx.x % M::CLUSTER + i * M::CLUSTER : blockIdx.x + (WHOLE_CONTEXTS ? i / cuts : i) * M::BLOCKS;
+        const int split = WHOLE_CONTEXTS ? i % cuts : share % cuts, context = WHOLE_CONTEXTS ? share : share / cuts;
+        const int head = IN_CLUSTERS ? blockIdx.x / M::CLUSTER : context % HEADS, row = IN_CLUSTERS ? context : context / HEADS;
+        const int end = M::INVARIANT ? context_end(row) : desk.rows[row].length, begin = context_begin(end);
+        const int size = M::INVARIANT ? M::PART : ceil_div(end - begin, cuts), from = min(end, begin + split * size);
         return {row, head, split, from, min(end, from + size), end};
     }
 
@@ -65,20 +80,26 @@ class Parts : protected Stages<M> {
     template <typename Take, typename Done>
     __device__ __forceinline__ void attend(Take take, Done done) {
         const int parts = ONE_PART ? min(desk.parts, 1) : desk.parts;
+        typename Attention::Newest newest;
 #pragma unroll 1
         for (int i = 0; i < parts; ++i) {
-            if (!ONE_PART && i > 0) change_part(i);
+            if (!ONE_PART && i > 0) {
+                if (M::INVARIANT && part_of(i).is_empty()) continue;  // a shorter context
+                change_part(i);
+            }
             const Part part = desk.part;
             const long long at = place();
             const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
-            const bool brings = Attention::sees_to_newest() && part.has_newest();
+            // The same query serves all parts of a context that is one block's.
+            const bool brings = Attention::sees_to_newest() && (WHOLE_CONTEXTS || part.has_newest());
             typename Attention::Loaded loaded;
             Attention::load(loaded, desk.attention);
-            typename Attention::Newest newest;
-            take(part, newest, brings);
-            Attention::run(desk.attention, a.k + at, a.v + at, part, factor, loaded, newest);
+            constexpr bool AHEAD = M::INVARIANT && Attention::IN_REGISTERS;
+            if constexpr (AHEAD) Attention::begin_second(desk.attention, a.k + at, a.v + at, part);
+            if (!WHOLE_CONTEXTS || part.split == 0) take(part, newest, brings);
+            Attention::template run<AHEAD>(desk.attention, a.k + at, a.v + at, part, factor, loaded, newest);
             done(part);
-            if (brings) Attention::keep(newest, a.k + at, a.v + at, part.end - 1);
+            if (brings && (!WHOLE_CONTEXTS || part.has_newest())) Attention::keep(newest, a.k + at, a.v + at, part.end - 1);
         }
         if (!ONE_PART && parts > 1) change_part(0);  // for the next layer
     }

@@ -17,7 +17,7 @@ class Stages : protected Layout<M> {
     Desk& desk;
     TapeOf tape;
     unsigned tag;
-    int splits, layer, stamped = 0;
+    int splits, layer, stamped = 0;  // splits: parts of the longest context that blocks hand to each other
 
     __device__ __forceinline__ Stages(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
         : a(arguments),
