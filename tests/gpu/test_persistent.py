@@ -11,6 +11,7 @@ import torch
 from tests.conftest import SMALL, watch_steps
 from warpline import LLM
 from warpline.bench.oracle import Oracle
+from warpline.config import EngineConfig
 from warpline.config import SamplingParams as Params
 from warpline.engine.crossing import BROKEN, FAULT
 from warpline.engine.executors import Executor, create
@@ -98,36 +99,27 @@ def test_fp32_tokens_of_other_models(model: str, lengths: list[int], new: int) -
     assert run(PersistentExecutor(weights, GPU, "fp32"), asked) == run(create("torch", weights, GPU, "fp32"), asked)
 
 
-@pytest.mark.parametrize("cluster", [1, 8])
 @pytest.mark.parametrize("window", [1, 5, 40, 200])
-def test_window(window: int, cluster: int) -> None:
+def test_window(window: int) -> None:
     weights = load("random:n_layer=2,n_head=2,n_embd=128,n_positions=256,vocab_size=300", device="cuda")
     weights = replace(weights, config=replace(weights.config, window=window))
     asked = requests(weights, [30, 120], 60)
-    ours = PersistentExecutor(weights, GPU, "fp32", cluster=cluster)
-    assert ours.extents.cluster == cluster
-    assert run(ours, asked) == run(create("torch", weights, GPU, "fp32"), asked)
+    assert run(PersistentExecutor(weights, GPU, "fp32"), asked) == run(create("torch", weights, GPU, "fp32"), asked)
 
 
-@pytest.mark.parametrize("cluster", [1, 4, 8])
 @pytest.mark.parametrize("lengths", [[1], [9], [200], [5, 90], [5, 40, 17], [30 * i + 1 for i in range(8)]])
 @pytest.mark.parametrize("model", ["random:gpt2", "random:n_layer=3,n_head=3,n_embd=192,n_positions=512"])
-def test_heads_in_clusters(model: str, lengths: list[int], cluster: int) -> None:
-    """The same tokens however many blocks share a head, and to the bit from run to run."""
+def test_contexts_in_parts(model: str, lengths: list[int]) -> None:
+    """The same tokens in however many parts contexts are attended to, and to the bit from run to run."""
     weights = load(model, device="cuda")
-    ours = PersistentExecutor(weights, GPU, "fp32", cluster=cluster)
-    assert ours.extents.cluster == cluster
+    ours = PersistentExecutor(weights, GPU, "fp32")
     asked = requests(weights, lengths[: ours.extents.most_rows], 40)
-    found = run(ours, asked)
-    assert found == run(create("torch", weights, GPU, "fp32"), asked)
-    half = PersistentExecutor(load(model, dtype="fp16", device="cuda"), GPU, "fp16", cluster=cluster)
+    expected = run(create("torch", weights, GPU, "fp32"), asked)
+    assert run(ours, asked) == expected
+    ours.set_up(EngineConfig(deterministic="batch"), model)
+    assert run(ours, asked) == expected
+    half = PersistentExecutor(load(model, dtype="fp16", device="cuda"), GPU, "fp16")
     assert run(half, asked) == run(half, asked, chunk=7)
-
-
-def test_small_layers_are_in_clusters_and_large_ones_are_not() -> None:
-    small, large = (load(model, dtype="fp16", device="cuda") for model in ("stories", "random:gpt2"))
-    assert PersistentExecutor(small, GPU, "fp16").extents.cluster == 8
-    assert PersistentExecutor(large, GPU, "fp16").extents.cluster == 1
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -158,8 +150,7 @@ def test_turing_path(dtype: str) -> None:
     weights = load("random:n_layer=3,n_head=4,n_embd=256,n_positions=256", dtype=dtype, device="cuda")
     asked = requests(weights, [20, 90], 40)
     turing = run(PersistentExecutor(weights, GPU, dtype, arch="compute_75"), asked)
-    assert turing == run(PersistentExecutor(weights, GPU, dtype), asked)  # in clusters
-    assert turing == run(PersistentExecutor(weights, GPU, dtype, cluster=1), asked)
+    assert turing == run(PersistentExecutor(weights, GPU, dtype), asked)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +262,7 @@ def test_more_prompts_than_fit_take_turns() -> None:
     assert many == [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
 
 
-@pytest.mark.parametrize("model", [SMALL, "random:n_layer=3,n_head=3,n_embd=192,n_positions=96"])  # clusters
+@pytest.mark.parametrize("model", [SMALL, "random:n_layer=3,n_head=3,n_embd=192,n_positions=96"])
 def test_a_launch_without_progress_ends_itself(model: str) -> None:
     weights = load(model, device="cuda")
     executor = PersistentExecutor(weights, GPU, "fp32")

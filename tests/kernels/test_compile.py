@@ -301,9 +301,6 @@ def test_persistent_decode_can_cooperate_everywhere() -> None:
     for arch in ("sm_75", "sm_90"):
         full = replace(one[arch], dtype="fp32")
         wanted += [replace(e, rows=e.most_rows, filters=True) for e in (one[arch], full)]
-    clustered = Extents("fp16", 256, 1024, 4, 8, 50257, 1, 132, "sm_90").in_clusters(8, 120)
-    assert clustered is not None
-    wanted += [clustered, replace(clustered, rows=8, filters=True)]
     for binary in compile_many([(DecodeProgram(extents), extents.arch) for extents in wanted]):
         report, program = binary.report, binary.program
         assert report.registers is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import ARCH_LIMITS, arch_number
@@ -32,9 +32,6 @@ PAUSES = {
     107: {"ROWS": 350, "HEADS": 950, "MIDDLE": 300, "HIDDEN": 800},
     484: {"ROWS": 2500, "HEADS": 3500, "MIDDLE": 1200, "HIDDEN": 1600},
 }
-#: In clusters, before the sums of heads: where a block has a head, and where it has none and waits from the layer's
-#: beginning. With 0 and 4,000 a token took as long.
-CLUSTER_PAUSES = {"SUMS": 300, "IDLE": 2500}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,9 @@ class Extents:
     observed: bool = False  # keep what blocks exchange, layer by layer
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best
-    splits: int = 11  # parts of a context at most, of `span` positions at least, where contexts are cut evenly
-    span: int = 96
-    invariant: bool = False  # rows have the same bits in any company: parts of contexts have one size
     positions: int = 1024  # of a context, at most
-    cluster: int = 1  # blocks that share a head and its shared memory; 1: every exchange goes through L2
+    invariant: bool = False  # rows have the same bits in any company: contexts are not cut evenly
+    whole: bool = False  # contexts are not cut at all
 
     @property
     def shared_bytes(self) -> int:
@@ -89,46 +84,19 @@ class Extents:
 
     @property
     def part_positions(self) -> int:
-        """Positions of a part of a context, or how many at least where it is cut evenly. Of one size they are what the
-        warps of a block attend to in two turns: the second half arrives while the query is on its way."""
-        return 2 * WARP_POSITIONS * best_warps(self) if self.invariant else self.span
+        """Positions of a part of a context, or about how many at least where it is cut evenly: what the warps of a
+        block attend to in two turns, because the second half arrives while the query is on its way."""
+        return self.positions if self.whole else 2 * WARP_POSITIONS * best_warps(self)
 
     @property
     def parts(self) -> int:
         """Parts of a context, at most."""
-        return -(-self.positions // self.part_positions) if self.invariant else self.splits
+        return -(-self.positions // self.part_positions)
 
     @property
     def logits_pitch(self) -> int:
         """From one row of logits to the next."""
         return -(-self.vocab // LOGITS_STEP) * LOGITS_STEP
-
-    def in_clusters(self, size: int, room: int) -> Extents | None:
-        """The same with attention in clusters of `size`, where the GPU runs `room` blocks at the same time; none if a
-        head does not go into as many equal parts, or there are too few clusters for the heads. Every block has a unit
-        of FC, because that is what everybody contributes to a layer."""
-        depth, padded = self.width // self.heads, -(-self.tiles("qkv") // best_warps(self)) * best_warps(self)
-        blocks = min(room, self.units("fc")) // size * size
-        even = depth % (UNIT * size) == 0 and self.width % (UNIT * size) == 0 and depth % self.tile_inputs == 0
-        middle = padded * self.tile_inputs + 4 * self.width // DTYPE_BYTES[self.dtype]  # MIDDLE_COLUMN of layout.cuh
-        if not even or self.heads * size > blocks or middle > self.inner:
-            return None
-        return replace(self, blocks=blocks, cluster=size)
-
-    @property
-    def layer_kilobytes(self) -> float:
-        """What each block streams of a layer, about."""
-        weights = sum(self.inputs[stage] * self.outputs[stage] for stage in STAGES[:-1])
-        return weights * DTYPE_BYTES[self.dtype] / self.blocks / 1000
-
-    def has_head(self, block: int) -> bool:
-        """Whether it attends, where a cluster has a head."""
-        return block < self.heads * self.cluster
-
-    @property
-    def out_share(self) -> int:
-        """Units of the out-projection that a block of each cluster has, for the head of its cluster."""
-        return self.width // (UNIT * self.cluster)
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -169,16 +137,8 @@ class Plan:
         return -(-self.extents.tiles(stage) // self.warps)
 
     def block_steps(self, stage: str, block: int) -> int:
-        """Steps of a block's part of a layer's stage. In clusters a unit of the out-projection goes whole to a warp."""
-        e = self.extents
-        if stage == "out" and e.cluster > 1:
-            return self.head_tiles * -(-e.out_share // self.warps) if e.has_head(block) else 0
+        """Steps of a block's part of a layer's stage."""
         return self.steps_of(stage) * self.units[stage][block]
-
-    @property
-    def head_tiles(self) -> int:
-        """Tiles that the inputs of one head are."""
-        return self.extents.width // (self.extents.heads * self.extents.tile_inputs)
 
     # Units of the LM head and of its codes go whole to the warps of a block, in turns. Where few are left for the last
     # turn, several warps share one.
@@ -267,18 +227,15 @@ def plan(extents: Extents) -> Plan:
     more of a stage than to others. Every block has something to do in every layer."""
     warps, blocks = best_warps(extents), extents.blocks
     made = Plan(extents, warps, {}, {})
-    counts, first = _in_clusters(extents) if extents.cluster > 1 else ({}, {})
-    made.units.update(counts)
-    load = [sum(made.block_steps(stage, b) for stage in counts) for b in range(blocks)]
-    for stage in (stage for stage in ("proj", "out", "qkv", "fc") if stage not in counts):
+    counts = made.units
+    load = [0] * blocks
+    for stage in ("proj", "out", "qkv", "fc"):
         cost, units = made.steps_of(stage), extents.units(stage)
-        most = -(-units // blocks) + (stage in ("fc", "out") and extents.cluster == 1)
-        least = int(stage == "fc" and extents.cluster > 1)
-        counts[stage] = [least] * blocks
-        load = [before + least * cost for before in load]
+        most = -(-units // blocks) + (stage in ("fc", "out"))
+        counts[stage] = [0] * blocks
         waiting = [(load[b], b) for b in range(blocks)]
         heapq.heapify(waiting)
-        for _ in range(units - least * blocks):
+        for _ in range(units):
             _, block = heapq.heappop(waiting)
             counts[stage][block] += 1
             load[block] += cost
@@ -288,31 +245,8 @@ def plan(extents: Extents) -> Plan:
     counts["head"] = [(b + 1) * units // blocks - b * units // blocks for b in range(blocks)]
     start = 0
     for stage in STAGES:
-        made.units[stage] = counts[stage]
-        made.first[stage] = first.get(stage) or [sum(counts[stage][:b]) for b in range(blocks)]
+        made.first[stage] = [sum(counts[stage][:b]) for b in range(blocks)]
     for b in range(blocks):
         made.tape.append(start)
         start += extents.layers * made.layer_steps(b) + made.head_steps(b) + made.code_steps(b)
     return made
-
-
-def _in_clusters(extents: Extents) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Units of a layer's first two stages where a cluster has a head, and the first of each block: of QKV in the order
-    of `qkv_order`, of the out-projection those whose sums the block adds up, with a head or without."""
-    blocks, depth, share = range(extents.blocks), extents.width // extents.heads, extents.out_share
-    qkv = [3 * depth // (UNIT * extents.cluster) * extents.has_head(b) for b in blocks]
-    first = {"out": [b % extents.cluster * share for b in blocks]}
-    return {"qkv": qkv, "out": [share for _ in blocks]}, first
-
-
-def qkv_order(extents: Extents) -> list[int]:
-    """Units of QKV in the order of blocks: of each of a cluster some of its head's query, then key, then value."""
-    if extents.cluster == 1:
-        return list(range(extents.units("qkv")))
-    each = extents.width // (extents.heads * UNIT * extents.cluster)
-    starts = (
-        which * extents.width // UNIT + block * each
-        for block in range(extents.heads * extents.cluster)
-        for which in range(3)
-    )
-    return [start + i for start in starts for i in range(each)]

@@ -7,13 +7,12 @@ extents as constants, the arguments as a struct.
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.kernels.arguments import CUDA_TYPES
-from warpline.kernels.decode_plan import CLUSTER_PAUSES, CODE_INPUTS, CODE_UNIT, STAGES, UNIT, Extents, best_warps, plan
+from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, UNIT, Extents, best_warps, plan
 from warpline.kernels.spec import THREADS_PER_WARP, Launch
 
 if TYPE_CHECKING:
@@ -139,13 +138,12 @@ class DecodeProgram:
             "PARTS": e.parts,
             "PART": e.part_positions,
             "LOGITS_PITCH": e.logits_pitch,
-            "CLUSTER": e.cluster,
             "HEAD_PARTS": made.head_parts,
             "CODE_PARTS": made.code_parts,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
             "CHOICE_TURNS": CHOICE_TURNS,
-            **{f"PAUSE_{what}": cycles for what, cycles in (made.pauses() | CLUSTER_PAUSES).items()},
+            **{f"PAUSE_{what}": cycles for what, cycles in made.pauses().items()},
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }
         return "\n".join(
@@ -168,34 +166,11 @@ class DecodeProgram:
                 f"static_assert(warpline::TileSums<Model::T, {e.rows}>::INPUTS == {e.tile_inputs});",
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',
-                *((f"__cluster_dims__({e.cluster}, 1, 1)",) if e.cluster > 1 else ()),
                 f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",
                 "    warpline::Decode<Model>::launch(arguments);",
                 "}\n",
             ]
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Clusters:
-    """A kernel that does nothing, in clusters of `size` blocks."""
-
-    size: int
-    name, entry, label = "clusters", "warpline_clusters", "a kernel in clusters"
-
-    def translation_unit(self) -> str:
-        """The CUDA C++."""
-        return f'extern "C" __global__ void __cluster_dims__({self.size}, 1, 1) {self.entry}() {{}}\n'
-
-
-@functools.cache
-def resident_in_clusters(size: int, device: int, arch: str, shared_bytes: int) -> int:
-    """Blocks that run at the same time in clusters of `size`, each with so much shared memory: fewer than there are
-    multiprocessors, which are not everywhere eight, or four, side by side."""
-    from warpline.kernels import launch
-
-    module = launch.Module(_Clusters(size), device, arch, shared_bytes)
-    return module.resident_blocks(Launch(size, THREADS_PER_WARP, shared_bytes, size))
 
 
 class DecodeKernel:
@@ -209,7 +184,7 @@ class DecodeKernel:
         self.program, self.device = program, device
         self._module = launch.Module(program, device, program.extents.arch, program.extents.shared_bytes)
         extents = program.extents
-        self._shape = Launch(extents.blocks, program.threads, extents.shared_bytes, extents.cluster)
+        self._shape = Launch(extents.blocks, program.threads, extents.shared_bytes)
         self._module.require_cooperation(self._shape)
         count = self._module.read_int("warpline_decode_words")
         self.words = torch.zeros(count, dtype=torch.int64, device=device)
@@ -234,7 +209,6 @@ class DecodeKernel:
             "end": (e.width, torch.float32),
         }
         turn = sum(e.rows * words for words, _ in shapes.values())
-        turn += e.rows * e.heads * e.width if e.cluster > 1 else 0  # sums of heads
         payload = self.words.view(torch.int32)[::2]  # the lower halves
         found = {}
         for layer in range(e.layers):

@@ -31,10 +31,6 @@ from warpline.model.weights import Weights
 
 #: One warp brings the newest key, sixteen bytes to a lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
-#: Blocks that share a head, on GPUs whose blocks can, and how many kilobytes of a layer each of them may have for that
-#: to pay: `stories` with 12 takes 53.5 µs a token instead of 56.3; gpt2 with 107 takes 101 either way, but 188 instead
-#: of 153 for eight sequences.
-CLUSTER, CLUSTER_ARCHS, CLUSTER_KILOBYTES = 8, ("sm_90",), 60
 
 
 @dataclass(eq=False, slots=True)
@@ -63,11 +59,9 @@ class PersistentExecutor(Executor):
         dtype: str,
         *,
         arch: str | None = None,
-        cluster: int | None = None,
         prompts: Prompts | None = None,
     ):
-        """`arch` is what is compiled for, if not this GPU; `cluster` how many blocks share a head, if not what is best
-        here."""
+        """`arch` is what is compiled for, if not this GPU."""
         super().__init__(weights, device, dtype)
         if device.type != "cuda":
             raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor cpu here")
@@ -84,7 +78,6 @@ class PersistentExecutor(Executor):
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self.prompts = prompts or Prompts(PassRules(weights))
-        self._weights = weights
         self._matrices = {"wte": weights.tensors["wte.weight"], "wpe": weights.tensors["wpe.weight"]}
         self._matrices["head"] = weights.tensors[f"{weights.head}.weight"]
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
@@ -102,37 +95,21 @@ class PersistentExecutor(Executor):
         )
         units = sum(extents.units(stage) for stage in decode_plan.STAGES[:-1])
         extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
-        if cluster is None:
-            cluster = CLUSTER if extents.layer_kilobytes < CLUSTER_KILOBYTES else 1
-        self._apart = extents  # without clusters
-        self._lay_out(self._in_clusters(extents, cluster))
+        self.extents, self.most_lanes, self._weights = extents, extents.most_rows, weights
+        self._tapes = record(weights, decode_plan.plan(extents))
         self._logits: Tensor | None = None
         self._compiler, self._compiling = ThreadPoolExecutor(1, "warpline-compile"), threading.Lock()
         self._decoders: dict[tuple[object, ...], _Decoder] = {}
         self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
         self._stamps: Tensor | None = None
 
-    def _lay_out(self, extents: decode_plan.Extents) -> None:
-        self.extents, self.most_lanes = extents, extents.most_rows
-        self._tapes = record(self._weights, decode_plan.plan(extents))
-
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """Where rows must have the same bits in any company, there are no clusters, which cut contexts by the number of
-        rows."""
+        """Where rows must have the same bits in any company, prompts and contexts are cut in one way."""
         super().set_up(asked, model)
         if self.invariant:
+            self.extents = replace(self.extents, invariant=True)
             if not self.prompts.rules.invariant:
                 self.prompts = Prompts(PassRules(self._weights, invariant=True))
-            if self.extents.cluster > 1:
-                self._lay_out(self._apart)
-            self.extents = replace(self.extents, invariant=True)
-
-    def _in_clusters(self, extents: decode_plan.Extents, size: int) -> decode_plan.Extents:
-        """With a head to each cluster of `size` blocks, if the model and the GPU allow it."""
-        if size == 1 or extents.arch not in CLUSTER_ARCHS:
-            return extents
-        room = persistent.resident_in_clusters(size, self._index, extents.arch, extents.shared_bytes)
-        return extents.in_clusters(size, room) or extents
 
     def prepare(self, slots: Slots, lanes: Sequence[int]) -> None:
         """Compile and load what decodes these lanes; an error says why this GPU cannot."""
@@ -206,7 +183,7 @@ class PersistentExecutor(Executor):
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """From a launch that keeps what its blocks exchange."""
-        decoder = self._with(len(lanes), logits=True, observed=True, invariant=False, splits=1)
+        decoder = self._with(len(lanes), logits=True, observed=True, invariant=False, whole=True)
         logits = self._launch(slots, lanes, 1, decoder)[:, : self.config.vocab_size]
         torch.cuda.synchronize(self.device)
         if slots.fault.item():

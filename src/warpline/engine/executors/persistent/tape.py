@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan, qkv_order
+from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import Weights
 
@@ -40,13 +40,11 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     some = tensors["wte.weight"]
     tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=some.device)
     strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=some.device)
-    order = torch.tensor(qkv_order(extents), device=some.device)
     for stage, name in _MATRICES.items():
-        place = _places_by_head if stage == "out" and extents.cluster > 1 else _places
-        owner, step, warp = (index.to(some.device) for index in place(plan, stage))  # [unit, tile]
+        owner, step, warp = (index.to(some.device) for index in _places(plan, stage))  # [unit, tile]
         for layer in range(extents.layers):
             found = tiles(tensors[f"h.{layer}.{name}"], plan, step.shape[1]).view(torch.uint8)  # [unit, tile, byte]
-            tape[step + layer * strides[owner], warp] = found[order] if stage == "qkv" else found
+            tape[step + layer * strides[owner], warp] = found
     head = tensors[f"{weights.head}.weight"]
     units = tiles(head, plan, extents.tiles("head")).view(torch.uint8)
     _deal(tape, plan, units, units[:, :0], plan.head_parts, CODE_UNIT // UNIT, 0)
@@ -54,20 +52,18 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     _deal(tape, plan, codes[:, :-1], codes[:, -1:], plan.code_parts, 1, 1)
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
-    by_output = (order[:, None] * UNIT + torch.arange(UNIT, device=some.device)).flatten()
-    lines = torch.stack([_lines(tensors, f"h.{layer}.", by_output) for layer in range(extents.layers)])
+    lines = torch.stack([_lines(tensors, f"h.{layer}.") for layer in range(extents.layers)])
     return Tapes(tape, vectors, lines, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
 
 
-def _lines(tensors: dict[str, Tensor], h: str, order: Tensor) -> Tensor:
-    """[output, 2]: weight · gamma, and weight · beta + bias; those of QKV in the order of the tape."""
+def _lines(tensors: dict[str, Tensor], h: str) -> Tensor:
+    """[output, 2]: weight · gamma, and weight · beta + bias."""
     found = []
     for norm, name in _NORMAL_PRODUCTS:
         weight, bias = tensors[f"{h}{name}.weight"].double(), tensors[f"{h}{name}.bias"].double()
         affine = torch.stack([tensors[f"{h}{norm}.{part}"].double() for part in ("weight", "bias")], dim=1)
         found.append(weight @ affine + torch.stack([torch.zeros_like(bias), bias], dim=1))
-    qkv, fc = found
-    return torch.cat([qkv[order[order < len(qkv)]], fc]).float()
+    return torch.cat(found).float()
 
 
 def tiles(matrix: Tensor, plan: Plan, count: int) -> Tensor:
@@ -105,16 +101,6 @@ def _places(plan: Plan, stage: str) -> tuple[Tensor, Tensor, Tensor]:
     tile = torch.arange(steps * plan.warps)
     step = _begin(plan, stage)[owner] + unit * steps + tile % steps
     return owner, step, (tile // steps).expand_as(step)
-
-
-def _places_by_head(plan: Plan, stage: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The same where a cluster has the inputs of a head, and each of its blocks some of the units, which go whole to
-    its warps in turn."""
-    extents, tiles = plan.extents, plan.head_tiles
-    unit, tile = torch.arange(extents.units(stage))[:, None], torch.arange(extents.tiles(stage))
-    owner, own = tile // tiles * extents.cluster + unit // extents.out_share, unit % extents.out_share
-    step = _begin(plan, stage)[owner] + own // plan.warps * tiles + tile % tiles
-    return owner, step, (own % plan.warps).expand_as(step)
 
 
 def _begin(plan: Plan, stage: str) -> Tensor:

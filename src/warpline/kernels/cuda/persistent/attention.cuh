@@ -141,19 +141,6 @@ class PartAttention {
         blank(newest.q);
     }
 
-    // The same from shared memory: query, key and value DEPTH apart.
-    static __device__ __forceinline__ void take(Newest& newest, bool all, const T* there) {
-        const int lane = thread_index() % WARP;
-        const auto* vectors = reinterpret_cast<const Bits*>(there);
-#pragma unroll
-        for (int i = 0; i < QUADS; ++i) newest.q[i] = vectors[min(i * 4 + lane % 4, VECTORS - 1)];
-        if (all) {
-            newest.k = vectors[VECTORS + min(lane, VECTORS - 1)];
-            newest.v = vectors[2 * VECTORS + min(lane, VECTORS - 1)];
-        }
-        blank(newest.q);
-    }
-
     // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e). AHEAD: the second positions are on their
     // way already.
     template <bool AHEAD>

@@ -164,7 +164,7 @@ class Choice : protected Head<M> {
     }
 
     // The next digit of a row's k-th distance, of which all digits have been counted; a warp does it.
-    static constexpr int BITS = DIGITS == 32 ? 5 : 3;
+    static constexpr int FEWEST_BITS = 3, BITS = DIGITS == 32 ? 5 : FEWEST_BITS;
     __device__ __forceinline__ void take_digit(int row, int shift) {
         static_assert(ROWS <= WARPS && 1 << BITS == DIGITS);
         const int lane = thread_index() % WARP, wanted = desk.rows[row].wanted;
@@ -244,9 +244,12 @@ class Choice : protected Head<M> {
         }
     }
 
+    // Draws of a row, at most; the last one stays. A draw and its check are a turn each, behind that of the largest and one for each
+    // digit of top-k, so what others ask for takes none of them away.
+    static constexpr int MOST_DRAWS = (M::CHOICE_TURNS - 2 - ceil_div(32, FEWEST_BITS)) / 2;
+
     // From the logits in desk.scores to the token of every row, in desk.best.
     __device__ __forceinline__ void choose() {
-        const unsigned first = tag;
         sync_threads<THREADS>();  // the logits are there
         for (int row = 0; row < ROWS; ++row) {
             const Row& r = desk.rows[row];
@@ -284,7 +287,7 @@ class Choice : protected Head<M> {
             draw(turn);
             bool checks = false;
             for (int row = 0; row < ROWS; ++row) checks |= !desk.rows[row].drawn && desk.rows[row].mass < 1.f;
-            if (!checks || tag - first > M::CHOICE_TURNS - 3) return;
+            if (!checks || turn > MOST_DRAWS) return;
             exchange_sums([&](int row, float score, float (&sums)[2]) {
                 const Row& r = desk.rows[row];
                 const unsigned distance = distance_of(r.largest, score);

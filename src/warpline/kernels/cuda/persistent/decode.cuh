@@ -186,24 +186,17 @@ class Decode : Choice<M> {
         for (int i = thread_index(); i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
         if (thread_index() == 0) {
             desk.dog.prepare();
-            desk.inbox.prepare();
             desk.plan = arguments.plans[blockIdx.x];
         }
         TapeOf::prepare(ring);
         __syncthreads();
-        if constexpr (Place::IN_CLUSTERS) meet_cluster();  // nobody is sent anything before his barriers are there,
         if (thread_index() < THREADS) {
             Decode(arguments, desk, ring).run();
         } else if (thread_index() == THREADS) {
             Watch watch(desk.dog, arguments.fault, arguments.patience);
             TapeOf::feed(arguments.tape, desk.plan.reel(M::SCREENED), HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
             while (!watch.look()) __nanosleep(200);
-            if constexpr (Place::IN_CLUSTERS) {
-                // A wait that was ended leaves messages under way, which must find the memory that they are sent to.
-                for (const auto ended = nanoseconds(); desk.dog.dead && nanoseconds() - ended < LAST_MESSAGES;) continue;
-            }
         }
-        if constexpr (Place::IN_CLUSTERS) meet_cluster();  // nor after his memory is gone
     }
 };
 

@@ -1,21 +1,9 @@
 // One layer of the persistent decode kernel, from the rows that the layer before posted to its own.
 #pragma once
 #include "ops/gelu.cuh"
-#include "persistent/attention_by_words.cuh"
-#include "persistent/attention_in_clusters.cuh"
+#include "persistent/attention_half.cuh"
 
 namespace warpline {
-
-template <typename M, bool IN_CLUSTERS>
-struct AttentionHalfOf {
-    using Type = AttentionByWords<M>;
-};
-template <typename M>
-struct AttentionHalfOf<M, true> {
-    using Type = AttentionInClusters<M>;
-};
-template <typename M>
-using AttentionHalf = typename AttentionHalfOf<M, Layout<M>::IN_CLUSTERS>::Type;
 
 template <typename M>
 class Layers : protected AttentionHalf<M> {

@@ -48,17 +48,9 @@ struct Layout {
     // Filters: outputs of the LM head that are this block's, words of a bit for each, and how many digits a search has.
     static constexpr int SCORES = M::HEAD_UNITS * CODE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
 
-    // Attention in clusters: parts of a context, outputs of the out-projection that a block adds up and sends, and groups of heads
-    // that different threads add up.
-    static constexpr bool IN_CLUSTERS = M::CLUSTER > 1;
-    static constexpr int CONTEXT_SPLITS = ROWS < M::CLUSTER ? M::CLUSTER / ROWS : 1, SHARE = WIDTH / M::CLUSTER;
-    static constexpr int MOST_GROUPS = most(1, least(HEADS, THREADS / most(1, ROWS * SHARE / 2)));
-    static constexpr int GROUPS = ceil_div(HEADS, ceil_div(HEADS, MOST_GROUPS)), MERGED_PITCH = DEPTH + 64 / static_cast<int>(sizeof(T));
-
     // Whether the block that attends to a part of a context attends to all its parts in turn: where there are no blocks for
     // more. Contexts that are cut evenly have one part then.
     static constexpr bool WHOLE_CONTEXTS = M::INVARIANT && 2 * ROWS * HEADS > M::BLOCKS;
-    static_assert(!(M::INVARIANT && IN_CLUSTERS));
     // Whether blocks may hand each other parts of a context, to be merged.
     static constexpr bool MERGES = !WHOLE_CONTEXTS && M::PARTS > 1 && (M::INVARIANT || 2 * ROWS * HEADS <= M::BLOCKS);
 
@@ -88,47 +80,16 @@ struct Layout {
         bool biased;                    // whether anything is added to its logits
     };
 
-    // The rows behind attention come as floats into columns of desk.h that nobody needs between projection and FC.
-    static constexpr int MIDDLE_COLUMN = ceil_div(WARPS * SLAB, 32) * 32;
-    static_assert(!IN_CLUSTERS || MIDDLE_COLUMN + WIDTH * 4 / static_cast<int>(sizeof(T)) <= INNER, "no room for rows behind attention");
-
-    // What else blocks of a cluster send each other, and a barrier for each kind of it that counts the bytes.
-    struct Inbox {
-        alignas(16) T newest[ROWS][3][DEPTH];  // query, key, value
-        alignas(16) float heads[ROWS][CONTEXT_SPLITS][DEPTH];
-        alignas(16) float weights[ROWS][CONTEXT_SPLITS][2];  // 2^largest * sum
-        unsigned long long arrived[3];
-
-        __device__ __forceinline__ void prepare() {
-            for (int i = 0; i < 3; ++i) barrier_init(arrived + i, 1);
-            barriers_are_ready();
-        }
-    };
-    struct NoInbox {
-        __device__ __forceinline__ void prepare() {}
-    };
-    template <bool THERE, typename>
-    struct InboxOf {
-        using Type = NoInbox;
-    };
-    template <typename Unused>
-    struct InboxOf<true, Unused> {
-        using Type = Inbox;
-    };
-
     struct alignas(16) Desk {
         T h[ROWS * PITCH];      // what is multiplied: a warp writes and reads its own columns, except for the LM head
         float x[ROWS * WIDTH];  // the residual rows
         alignas(16) float partial[most(M::QKV_UNITS, M::FC_UNITS) * SUMS];       // stages take turns, so that one
-        alignas(16) float other_partial[most(IN_CLUSTERS ? 1 : M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
+        alignas(16) float other_partial[most(M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
         alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
         float unit[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
         typename Attention::Shared attention;
         int left[BORROWS ? 1 : LEFT];
         alignas(16) T bias[M::LAYERS * BIASES];
-        typename InboxOf<IN_CLUSTERS, void>::Type inbox;
-        alignas(16) T merged[IN_CLUSTERS ? ROWS * MERGED_PITCH : 1];        // a head of all rows
-        alignas(16) float groups[GROUPS][IN_CLUSTERS ? ROWS * SHARE : 1];  // sums of some heads
         BlockPlan plan;
         unsigned long long best[ROWS][WARPS];  // candidates, the best that each warp knows
         alignas(16) signed char bytes[M::SCREENED ? 2 * ROWS * BYTES_PITCH : 1];
@@ -163,8 +124,7 @@ struct Layout {
     static constexpr int HEAD_WORDS = DEPTH / PER + 2;  // a head's part of the output, and twice its weight
     static constexpr int QKV_AT = 0, ATTENTION_AT = QKV_AT + ROWS * 3 * WIDTH / PER;
     static constexpr int MIDDLE_AT = ATTENTION_AT + ROWS * HEADS * M::PARTS * HEAD_WORDS, FC_AT = MIDDLE_AT + ROWS * WIDTH;
-    static constexpr int END_AT = FC_AT + ROWS * INNER / PER, SUMS_OF_HEADS_AT = END_AT + ROWS * WIDTH;  // [head][row][column]
-    static constexpr int TURN = SUMS_OF_HEADS_AT + (IN_CLUSTERS ? HEADS * ROWS * WIDTH : 0);
+    static constexpr int END_AT = FC_AT + ROWS * INNER / PER, TURN = END_AT + ROWS * WIDTH;
     static constexpr int CANDIDATE = M::FILTERS ? 4 : 2;
     static constexpr int CANDIDATES_AT = (M::OBSERVED ? M::LAYERS : 2) * TURN;  // as many turns as are kept, then [2][block][row][CANDIDATE]
     static constexpr int SUMS_AT = CANDIDATES_AT + 2 * M::BLOCKS * ROWS * CANDIDATE;  // [block][row][2]

@@ -9,14 +9,13 @@ class Parts : protected Stages<M> {
    protected:
     using Place = Layout<M>;
     using Base = Stages<M>;
-    using Place::ROWS, Place::THREADS, Place::HEADS, Place::DEPTH, Place::WIDTH, Place::IN_CLUSTERS, Place::CONTEXT_SPLITS, Place::WHOLE_CONTEXTS;
+    using Place::ROWS, Place::THREADS, Place::HEADS, Place::DEPTH, Place::WIDTH, Place::WHOLE_CONTEXTS;
     using typename Place::T, typename Place::Attention, typename Place::Row;
     using Base::a, Base::desk, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vectors, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
     using Base::Base;
 
     // Whether no block has more than one of them.
-    static constexpr bool ONE_PART =
-        IN_CLUSTERS ? ROWS * CONTEXT_SPLITS <= M::CLUSTER : ROWS * HEADS * (M::INVARIANT ? M::PARTS : 1) <= M::BLOCKS;
+    static constexpr bool ONE_PART = ROWS * HEADS * (M::INVARIANT ? M::PARTS : 1) <= M::BLOCKS;
 
     // Where a row's token at `position` is, and its noise.
     __device__ __forceinline__ long long token_at(const Row& row, int position) const {
@@ -36,28 +35,21 @@ class Parts : protected Stages<M> {
     // the order in which they are merged, follow from the row alone, so that its bits depend on no other. Else contexts are cut
     // evenly, so that every block has a part if there are enough.
     __device__ __forceinline__ void deal_parts(int longest) {
-        if constexpr (IN_CLUSTERS) {
-            desk.splits = CONTEXT_SPLITS;
-            desk.parts = blockIdx.x / M::CLUSTER < HEADS ? ceil_div(ROWS * CONTEXT_SPLITS, M::CLUSTER) : 0;
-        } else {
-            const int pieces = ceil_div(longest, M::PART);
-            desk.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
-            const int shares = ROWS * HEADS * (WHOLE_CONTEXTS ? 1 : desk.splits);
-            desk.parts = ceil_div(max(0, shares - static_cast<int>(blockIdx.x)), M::BLOCKS) * (WHOLE_CONTEXTS ? desk.splits : 1);
-        }
+        const int pieces = ceil_div(longest, M::PART);
+        desk.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
+        const int shares = ROWS * HEADS * (WHOLE_CONTEXTS ? 1 : desk.splits);
+        desk.parts = ceil_div(max(0, shares - static_cast<int>(blockIdx.x)), M::BLOCKS) * (WHOLE_CONTEXTS ? desk.splits : 1);
         if (desk.parts > 0) set_part(0);
     }
 
-    // The block's part number `i`. In clusters a head is a cluster's; otherwise parts of all heads, or contexts of all heads
-    // with their parts in turn, go around.
+    // The block's part number `i`: parts of all heads, or contexts of all heads with their parts in turn, go around.
     __device__ __forceinline__ Part part_of(int i) const {
         const int cuts = desk.splits;
-        const int share = IN_CLUSTERS ? blockIdx.x % M::CLUSTER + i * M::CLUSTER : blockIdx.x + (WHOLE_CONTEXTS ? i / cuts : i) * M::BLOCKS;
-        const int split = WHOLE_CONTEXTS ? i % cuts : share % cuts, context = WHOLE_CONTEXTS ? share : share / cuts;
-        const int head = IN_CLUSTERS ? blockIdx.x / M::CLUSTER : context % HEADS, row = IN_CLUSTERS ? context : context / HEADS;
+        const int share = blockIdx.x + (WHOLE_CONTEXTS ? i / cuts : i) * M::BLOCKS;
+        const int split = WHOLE_CONTEXTS ? i % cuts : share % cuts, context = WHOLE_CONTEXTS ? share : share / cuts, row = context / HEADS;
         const int end = M::INVARIANT ? context_end(row) : desk.rows[row].length, begin = context_begin(end);
         const int size = M::INVARIANT ? M::PART : ceil_div(end - begin, cuts), from = min(end, begin + split * size);
-        return {row, head, split, from, min(end, from + size), end};
+        return {row, context % HEADS, split, from, min(end, from + size), end};
     }
 
     // Puts it on the desk: what it is, and where its keys and values are in the cache of layer 0.
@@ -94,7 +86,7 @@ class Parts : protected Stages<M> {
             const bool brings = Attention::sees_to_newest() && (WHOLE_CONTEXTS || part.has_newest());
             typename Attention::Loaded loaded;
             Attention::load(loaded, desk.attention);
-            constexpr bool AHEAD = M::INVARIANT && Attention::IN_REGISTERS;
+            constexpr bool AHEAD = Attention::IN_REGISTERS;
             if constexpr (AHEAD) Attention::begin_second(desk.attention, a.k + at, a.v + at, part);
             if (!WHOLE_CONTEXTS || part.split == 0) take(part, newest, brings);
             Attention::template run<AHEAD>(desk.attention, a.k + at, a.v + at, part, factor, loaded, newest);

@@ -1,11 +1,11 @@
-// The attention half of a layer where blocks hand everything to each other through L2: QKV, attention, out-projection.
+// The attention half of a layer: QKV, attention, out-projection.
 #pragma once
 #include "persistent/parts.cuh"
 
 namespace warpline {
 
 template <typename M>
-class AttentionByWords : protected Parts<M> {
+class AttentionHalf : protected Parts<M> {
    protected:
     using Place = Layout<M>;
     using Base = Parts<M>;
