@@ -169,7 +169,7 @@ def kept(executor: Executor, asked: list[Request]) -> list[tuple[list[int], Tens
     [
         ("random:gpt2", "fp16", None, None, [16, 3, 180, 97, 95, 700, 1, 400]),
         ("random:gpt2", "fp32", None, None, [16, 300, 90, 97]),
-        ("random:gpt2", "bf16", "sm_75", None, [90, 300]),
+        ("random:gpt2", "fp16", "compute_75", None, [90, 300]),
         ("random:gpt2-medium,n_layer=3", "fp16", None, None, [16, 3, 180, 97, 95, 700, 1, 400]),
         ("random:gpt2,n_layer=3", "fp16", None, 130, [16, 3, 180, 120, 95, 700, 1, 400]),
         ("stories", "bf16", None, None, [16, 3, 180, 97, 95, 12, 1, 9]),

@@ -53,7 +53,7 @@ class Extents:
     stamped_tokens: int = 0
     warps: int = 0  # 0: as many as divide the work best
     positions: int = 1024  # of a context, at most
-    invariant: bool = False  # rows have the same bits in any company: contexts are not cut evenly
+    invariant: bool = False  # rows have the same bits in any company: all parts of contexts have one size
     whole: bool = False  # contexts are not cut at all
 
     @property
@@ -84,8 +84,8 @@ class Extents:
 
     @property
     def part_positions(self) -> int:
-        """Positions of a part of a context, or about how many at least where it is cut evenly: what the warps of a
-        block attend to in two turns, because the second half arrives while the query is on its way."""
+        """Positions of a part of a context; more, if not invariant, where there are too few blocks for so many parts.
+        The warps of a block attend to them in two turns: the second half arrives while the query is on its way."""
         return self.positions if self.whole else 2 * WARP_POSITIONS * best_warps(self)
 
     @property

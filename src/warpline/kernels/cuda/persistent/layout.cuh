@@ -49,7 +49,7 @@ struct Layout {
     static constexpr int SCORES = M::HEAD_UNITS * CODE_OUTPUTS, SEEN = ceil_div(SCORES, 32), DIGITS = ROWS > 2 ? 8 : 32;
 
     // Whether the block that attends to a part of a context attends to all its parts in turn: where there are no blocks for
-    // more. Contexts that are cut evenly have one part then.
+    // more. If not INVARIANT they have one part then.
     static constexpr bool WHOLE_CONTEXTS = M::INVARIANT && 2 * ROWS * HEADS > M::BLOCKS;
     // Whether blocks may hand each other parts of a context, to be merged.
     static constexpr bool MERGES = !WHOLE_CONTEXTS && M::PARTS > 1 && (M::INVARIANT || 2 * ROWS * HEADS <= M::BLOCKS);

@@ -32,8 +32,8 @@ class Parts : protected Stages<M> {
     }
 
     // Of the contexts of a token, the longest of which has `longest` positions. By one thread. INVARIANT: borders of parts, and
-    // the order in which they are merged, follow from the row alone, so that its bits depend on no other. Else contexts are cut
-    // evenly, so that every block has a part if there are enough.
+    // the order in which they are merged, follow from the row alone, so that its bits depend on no other. Else there are no more
+    // parts than blocks, and longer ones where that is too few.
     __device__ __forceinline__ void deal_parts(int longest) {
         const int pieces = ceil_div(longest, M::PART);
         desk.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
@@ -48,7 +48,7 @@ class Parts : protected Stages<M> {
         const int share = blockIdx.x + (WHOLE_CONTEXTS ? i / cuts : i) * M::BLOCKS;
         const int split = WHOLE_CONTEXTS ? i % cuts : share % cuts, context = WHOLE_CONTEXTS ? share : share / cuts, row = context / HEADS;
         const int end = M::INVARIANT ? context_end(row) : desk.rows[row].length, begin = context_begin(end);
-        const int size = M::INVARIANT ? M::PART : ceil_div(end - begin, cuts), from = min(end, begin + split * size);
+        const int size = M::INVARIANT ? M::PART : max(M::PART, ceil_div(end - begin, cuts)), from = min(end, begin + split * size);
         return {row, context % HEADS, split, from, min(end, from + size), end};
     }
 
