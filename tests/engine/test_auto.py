@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import SMALL
 from tests.engine.running import run
-from warpline.config import ModelConfig, SamplingParams
+from warpline.config import EngineConfig, ModelConfig, SamplingParams
 from warpline.engine.executors import auto, choose, create
 from warpline.engine.executors.graph.kernels import KernelsExecutor
 from warpline.engine.request import Request
@@ -85,6 +85,34 @@ def test_auto_goes_on_with_the_graph_and_says_why(
     reasons = [record for record in caplog.records if record.getMessage().startswith("executor auto → graph")]
     assert [record.levelno for record in reasons] == ([level] if level else [])
     assert all("\n" not in record.getMessage() for record in reasons)
+
+
+@pytest.mark.parametrize(
+    ("most", "batch", "compiled", "used"),
+    [
+        (None, 1, None, "graph"),  # more could join
+        (3, 1, None, "graph"),
+        (2, 1, None, "persistent"),
+        (2, 2, None, "persistent"),
+        (1, 1, KernelError("too little shared memory"), None),
+    ],
+)
+def test_one_of_them_decodes_everything_where_bits_may_not_depend_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch, most: int | None, batch: int, compiled: Exception | None, used: str | None
+) -> None:
+    monkeypatch.setattr(auto, "GraphExecutor", Graph)
+    monkeypatch.setattr(auto, "PersistentExecutor", Persistent)
+    monkeypatch.setattr(Persistent, "compiled", compiled)
+    asked = EngineConfig(deterministic="batch", max_batch=most)
+    executor = create("auto", load(SMALL), CPU, "fp32", asked)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    requests = [Request([5, 6 + i], params, 0, i, 8) for i in range(batch)]
+    if used is None:
+        with pytest.raises(KernelError, match="shared memory"):  # another executor would have other bits
+            run(executor, requests)
+    else:
+        run(executor, requests)
+        assert executor.described == f"auto ({used})"
 
 
 @pytest.mark.parametrize(

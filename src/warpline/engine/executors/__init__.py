@@ -88,9 +88,7 @@ def create(
     """Make the executor called `name`, as it is asked for."""
     asked, kind = asked or EngineConfig(), _kind(name, dtype)
     if asked.deterministic != "off" and not kind.can_be_invariant:
-        raise ConfigError(
-            f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor auto"
-        )
+        raise ConfigError(f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor auto")
     made = kind(weights, device, dtype)
     made.set_up(asked, weights.name)
     return made
