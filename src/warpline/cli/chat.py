@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warpline.cli import interrupt
 from warpline.cli.common import Device, Dtype, RepetitionPenalty, Seed, Temperature, TopK, TopP, read_key
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError, WarplineError
@@ -148,6 +149,7 @@ class _Terminal:
             except KeyboardInterrupt:
                 if not self._there:
                     raise
+                interrupt.again()
                 sys.stdout.write("\n")
                 self._dim("/exit or Ctrl-D ends")
                 parts = []
@@ -169,6 +171,7 @@ class _Terminal:
                     first = time.perf_counter()
                 out.write(piece)
         except KeyboardInterrupt:
+            interrupt.again()
             stopped = True
         finally:
             pieces.close()  # type: ignore[attr-defined]

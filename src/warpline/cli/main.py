@@ -22,6 +22,7 @@ from warpline.cli import (
     export,
     generate,
     hf,
+    interrupt,
     kernels,
     ladder,
     models,
@@ -32,7 +33,7 @@ from warpline.cli import (
 from warpline.cli.common import DefaultGroup
 from warpline.errors import WarplineError
 
-BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
+BAD_INPUT, CLOSED_PIPE = 2, 141
 
 app = typer.Typer(
     help="GPT-2 inference at the speed of memory, and the instruments that prove it.",
@@ -104,7 +105,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(_complain("standard output is closed: there is nowhere to print to"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
-    sys.exit(_run(arguments, debug))
+    code = _run(arguments, debug)
+    interrupt.leave_at_once()
+    sys.exit(code)
 
 
 def _run(arguments: list[str], debug: bool) -> int:
@@ -122,7 +125,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         return CLOSED_PIPE
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped\n")
-        return INTERRUPTED
+        return interrupt.INTERRUPTED
     except Exception as error:
         message = _explanation(error)
         if message is None or debug:

@@ -339,6 +339,7 @@ class Stream:
         self._pieces.close()
 
     def _run(self, llm: LLM, job: Job, text: Text, given: str | None) -> Generator[str, None, None]:
+        llm.executor.ready()  # so that no reader waits in the middle of a sentence
         llm.engine.submit([job])
         try:
             while not job.finished:
