@@ -94,3 +94,35 @@ def test_a_second_interrupt_ends_at_once() -> None:
             [sys.executable, "-c", words.format(answer=answer)], capture_output=True, check=False, timeout=60
         )
         assert (b"KeyboardInterrupt" in done.stderr) is caught
+
+
+NARROW = [
+    ("models",),
+    ("kernels",),
+    ("ladder",),
+    ("ladder", "matmul", "layernorm", "--from", "results"),
+    ("tune", "--from", "results/nvidia-h200"),
+    ("profile", "results/cpu/profile/naive-stories-fp32-1x64.json", "--shares", "--layers", "--gpu", "t4"),
+    ("doctor",),
+]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("arguments", NARROW, ids=[" ".join(words)[:30] for words in NARROW])
+def test_tables_fit(arguments: tuple[str, ...], columns: int) -> None:
+    code, screen, _ = shown(*arguments, columns=columns)
+    assert code == 0
+    assert screen.wrapped == 0
+    assert "…" not in screen.text
+
+
+def test_a_run_of_the_benchmark_fits(tmp_path: Path) -> None:
+    """The bar is gone when a table comes, and the tables have no half figures."""
+    words = ["bench", "--method", "cpu,torch,naive", "-m", SMALL, "--new", "6,8", "--repetitions", "2"]
+    code, screen, _ = shown(*words, "--md", str(tmp_path / "a.md"))
+    assert code == 0
+    assert "…" not in screen.text
+    table = [line for line in screen.lines if line.startswith(("cpu ", "torch ", "naive ", "method "))]
+    assert len(table) == 2 * 4
+    assert all(line.startswith("reference, ") for line in screen.lines if "(16 + " in line)
+    assert not any("━" in line for line in screen.lines)

@@ -73,17 +73,3 @@ def chosen_kernels(names: list[str] | None) -> list[KernelSpec]:
     from warpline.kernels.catalog import CATALOG, find
 
     return [find(name) for name in names] if names else list(CATALOG.values())
-
-
-def print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """As wide as the terminal, or as it needs to be where there is none."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*titles, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from warpline.cli.common import chosen, print_table
+from warpline.cli.common import chosen
 from warpline.config import WEIGHT_BYTES
 from warpline.errors import ConfigError
 from warpline.model.builtin import DEFAULT
+from warpline.tables import show
 
 #: What is read where no text is given.
 _TEXT = (
@@ -50,7 +51,7 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps({"model": model, "rows": found}, indent=1))
         return
-    print_table(("dtype", "tokens", "perplexity", "bits per character", "same likeliest token", "KL (nats)"), [
+    show(("dtype", "tokens", "perplexity", "bits per character", "same likeliest token", "KL (nats)"), [
         (
             str(row["dtype"]),
             f"{row['tokens']:,}",

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from warpline.cli.common import print_table
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError
+from warpline.tables import show
 
 
 def hf(
@@ -49,7 +49,7 @@ def hf(
         return
     typer.echo(f"{model}, {report}")
     typer.echo(f"  {100 * result.same_tokens:.1f} % of the generated tokens are the unpatched model's\n")
-    print_table(
+    show(
         ("what", "way", "median ms", "tok/s", "speed-up"),
         [
             (r.what, r.way, f"{1e3 * r.sample.median:,.2f}", f"{r.tokens_per_second:,.1f}", f"{r.speed_up:.2f}×")

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from warpline.cli.common import chosen, print_table
+from warpline.cli.common import chosen
 from warpline.errors import ConfigError
 from warpline.hardware import ARCH_LIMITS
 from warpline.kernels.arguments import Dims
 from warpline.kernels.ladder import LADDERS, find_ladder
 from warpline.kernels.ladder.rung import NOWHERE, Ladder
+from warpline.tables import say, show
 
 #: The oldest GPUs that are supported, and the newest that most people meet.
 _USUAL_ARCHS = "sm_75,sm_90"
@@ -86,7 +87,7 @@ def _list(as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("ladder", "rung", "dtype", "source", "why"), [
+    show(("ladder", "rung", "dtype", "source", "why"), [
         (
             str(row["ladder"]),
             f"{row['rung']}{' (aside)' if row['variant'] else ''}",
@@ -95,7 +96,7 @@ def _list(as_json: bool) -> None:
             str(row["why"]),
         )
         for row in rows
-    ])  # fmt: skip
+    ], least=("source", "dtype"), prose="why")  # fmt: skip
 
 
 def _compile(sized: Sequence[tuple[Ladder, Dims]], archs: list[str], as_json: bool) -> None:
@@ -117,9 +118,9 @@ def _compile(sized: Sequence[tuple[Ladder, Dims]], archs: list[str], as_json: bo
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("ladder", "rung", "arch", "registers", "shared B", "spilled B", "why"), [
+    show(("ladder", "rung", "arch", "registers", "shared B", "spilled B", "why"), [
         tuple("" if value is None else str(value) for value in row.values()) for row in rows
-    ])  # fmt: skip
+    ], prose="why")  # fmt: skip
 
 
 def _measured(sized: Sequence[tuple[Ladder, Dims]], save: Path | None) -> list[list[dict[str, Any]]]:
@@ -172,5 +173,5 @@ def _show(climbs: list[list[dict[str, Any]]], as_json: bool, html: Path | None) 
     for climb in climbs:
         titles, *lines = report.columns(climb)
         typer.echo(report.title(climb))
-        print_table(titles, lines)
-        typer.echo(report.span(climb) + "\n")
+        show(titles, lines, least=("TFLOP/s", "GB/s", "dtype"), prose="why")
+        say(report.span(climb) + "\n")

@@ -44,7 +44,8 @@ def profile(
     context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 8,
     layers: Annotated[bool, typer.Option("--layers", help="Each layer apart instead of all merged.")] = False,
-    kernels: Annotated[int, typer.Option(min=1, help="Kernels that the table has at most.")] = 20,
+    kernels: Annotated[int, typer.Option(min=1, help="Kernels that the table has at most.")] = 10,
+    shares: Annotated[bool, typer.Option("--shares", help="Model, block, attention, MLP: a table of each.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Project the same work onto another card: t4, a100, h100 …")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the session, or the comparison, as JSON.")] = False,
     session: Annotated[Path | None, typer.Option(help="Write the session to this file (.json or .json.gz).")] = None,
@@ -67,13 +68,14 @@ def profile(
         _compare(words[1:], as_json, md)
         return
     phases = PHASES if one_of(phase, (*PHASES, _BOTH), "phase") == _BOTH else (phase,)
+    show = partial(_show, as_json=as_json, merge=not layers, gpu=gpu, most=kernels, shares=shares)
     write_all = partial(_write, session=session, html=html, md=md, trace=trace, keep=keep, gpu=gpu)
     if len(words) == 1 and _is_file(words[0]):
         found = read(Path(words[0]))
         found = _only(found, phases) if phase != _BOTH else found
         _check_gpu(gpu, [found.dtype])
         write_all(found)
-        _show(found, as_json, merge=not layers, gpu=gpu, most=kernels)
+        show(found)
         return
     pairs = _pairs(words, dtype)
     wishes = _wishes(pairs, model, device, batch=batch, context=context, steps=steps, phases=phases)
@@ -82,10 +84,10 @@ def profile(
         raise ConfigError(f"{alone[0]} is for one method, not {len(wishes)}: --save keeps several")
     for found in _recorded(wishes):
         write_all(found)
-        _show(found, as_json, merge=not layers, gpu=gpu, most=kernels)
+        show(found)
 
 
-def _show(found: Session, as_json: bool, *, merge: bool, gpu: str | None, most: int) -> None:
+def _show(found: Session, *, as_json: bool, merge: bool, gpu: str | None, most: int, shares: bool) -> None:
     if as_json:
         from warpline.profile.session import dumps
 
@@ -93,7 +95,7 @@ def _show(found: Session, as_json: bool, *, merge: bool, gpu: str | None, most: 
         return
     from warpline.profile.render import console
 
-    console.show(found, merge=merge, gpu=gpu, most=most)
+    console.show(found, merge=merge, gpu=gpu, most=most, shares=shares)
 
 
 def _check_gpu(gpu: str | None, dtypes: list[str]) -> None:

@@ -17,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from warpline import hardware
 from warpline.bench import methods
+from warpline.bench.figures import Times
 from warpline.bench.methods.base import Method
 from warpline.bench.protocol import Sample, interleave
-from warpline.bench.run import Bench, Times, tidy
+from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
 from warpline.errors import ConfigError
 from warpline.model.weights import read_config

@@ -20,6 +20,8 @@ TITLES = (
     *("kernel", "dtype", "shape", "launches", "default", "µs", "best", "µs", "gain"),
     *("tried", "failed", "pruned", "left out"),
 )
+#: Columns that a narrow table can do without, the first of them first.
+LEAST = ("pruned", "tried", "left out", "failed", "default", "µs", "launches")
 
 
 def rows(results: Sequence[Result], origin: Row) -> list[Row]:
