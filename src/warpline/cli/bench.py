@@ -12,7 +12,7 @@ import typer
 
 from warpline.bench.methods.names import INT8, METHODS
 from warpline.bench.workloads import WORKLOADS, Case, Settings, cases
-from warpline.cli.common import Device, chosen, listed
+from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, Device, chosen, listed, our_name
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.tables import say, show
@@ -43,8 +43,10 @@ def bench(
     batch: Annotated[
         str | None, typer.Option(help=f"Sequences, or requests, instead of the workload's. {_HELP}")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
-    new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(PROMPT_TOKENS, "--prompt", help=f"Tokens of the prompt. {_HELP}")
+    ] = None,
+    new: Annotated[str | None, typer.Option(NEW_TOKENS, "--new", help=f"Tokens to generate. {_HELP}")] = None,
     window: Annotated[str | None, typer.Option(help=f"Sliding windows. {_HELP}")] = None,
     device: Device = _USUAL.device,
     repetitions: Annotated[
@@ -66,7 +68,8 @@ def bench(
     charts: Annotated[Path | None, typer.Option(help="Write the charts as PNG into this folder.")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Measure ways to generate text with the same weights. Where output is piped, its last line is a JSON object."""
+    """Measure ways to generate text side by side. All have the same weights. Where output is piped, its last line is a
+    JSON object."""
     if words and words[0] == "compare":
         _compare(words[1:], as_json)
         return
@@ -74,7 +77,7 @@ def bench(
     EngineConfig(device=device)
     for name in words or ():
         one_of(name, WORKLOADS, "workload")
-    dtypes = chosen(dtype, WEIGHT_BYTES, "dtype")
+    dtypes = chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")
     if "int8" in dtypes:
         methods, dtypes = _int8(methods, dtypes)
     methods = methods or list(METHODS)

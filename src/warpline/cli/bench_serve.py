@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import listed, read_key
+from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, listed, read_key
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
@@ -39,8 +39,8 @@ def serve(
     ] = None,
     rate: Annotated[str | None, typer.Option(help=f"Requests per second, at random moments. {_SWEEP}")] = None,
     burstiness: Annotated[float, typer.Option(help="Of --rate: 1 is Poisson, less comes in bursts.")] = 1.0,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", min=1, help="Tokens of a prompt.")] = 128,
+    new: Annotated[int, typer.Option(NEW_TOKENS, "--new", min=1, help="Tokens of an answer.")] = 128,
     spread: Annotated[float, typer.Option(min=0, help="Unequal lengths: 0.8 is as in real use.")] = 0.0,
     context: Annotated[int, typer.Option(min=8, help="Tokens of prompt and answer at most.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of lengths, words and moments.")] = 0,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Say what this machine has and what would make it faster; measures memory bandwidth and remembers it."""
+    """Say what this machine has and lacks. Measures memory bandwidth and remembers it."""
     from warpline import survey
     from warpline.kernels import choices
 

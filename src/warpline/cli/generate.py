@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warpline.cli.common import (
+    NEW_TOKENS,
     Device,
     Dtype,
     FrequencyPenalty,
@@ -21,6 +22,7 @@ from warpline.cli.common import (
     Temperature,
     TopK,
     TopP,
+    as_options,
 )
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError
@@ -49,7 +51,7 @@ def generate(
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
     ] = DEFAULT,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "--max-tokens", help="Tokens to generate at most.")
+        int, typer.Option("--max-new-tokens", "--max-tokens", NEW_TOKENS, help="Tokens to generate at most.")
     ] = _SAMPLING.max_tokens,
     temperature: Temperature = _SAMPLING.temperature,
     top_k: TopK = _SAMPLING.top_k,
@@ -73,21 +75,22 @@ def generate(
 ) -> None:
     """Continue a prompt. Prints the prompt and its continuation, then one line of statistics on stderr."""
     text = _read_prompt(prompt, file)
-    params = SamplingParams(
-        max_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=stop or (),
-        n=n,
-    )
-    # Settings are checked before torch is imported, so that a mistake is answered at once.
-    EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
+    with as_options(max_tokens="--max-new-tokens"):
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop=stop or (),
+            n=n,
+        )
+        # Settings are checked before torch is imported, so that a mistake is answered at once.
+        EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
     wake_gpu(device)
 
     with progress(f"Loading {model}"):

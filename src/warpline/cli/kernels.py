@@ -23,8 +23,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.callback(invoke_without_command=True)
 def kernels(context: typer.Context, as_json: AsJson = False) -> None:
     """List the catalog."""
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        list_(as_json)
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """What each kernel does; without a command as well."""
     rows: list[dict[str, Any]] = [
         {
             "name": spec.name,

@@ -39,7 +39,8 @@ def ladder(
     html: Annotated[Path | None, typer.Option(help="Write one page with tables and pictures.")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Check every rung of a ladder, then time it: what each idea gains over the rung below, and why."""
+    """Climb from a naive kernel to the best. Every rung is checked, then timed: what each idea gains over the rung
+    below, and why."""
     ladders = [find_ladder(name) for name in (LADDERS if "all" in (names or ()) else names or ())]
     if shape is not None and len(ladders) != 1:
         raise ConfigError("--shape is the shape of one ladder: name it")

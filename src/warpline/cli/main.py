@@ -34,11 +34,12 @@ from warpline.cli.common import DefaultGroup
 from warpline.errors import WarplineError
 
 BAD_INPUT, CLOSED_PIPE = 2, 141
+_COMPLETION = "_WARPLINE_COMPLETE"
 
 app = typer.Typer(
     help="GPT-2 inference at the speed of memory, and the instruments that prove it.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # a panel gives flags a type, and leaves little room for words at 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
@@ -112,14 +113,17 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
+        if _COMPLETION in os.environ:  # a shell asks how a line could go on
+            app(arguments, prog_name="warpline")
         # Not app(): that would turn interrupts and closed pipes into exit codes of its own.
-        command = typer.main.get_command(app)
-        with command.make_context("warpline", arguments) as context:
-            command.invoke(context)
+        command, code = typer.main.get_command(app), 0
+        try:
+            with command.make_context("warpline", arguments) as context:
+                command.invoke(context)
+        except typer.Exit as done:
+            code = done.exit_code
         sys.stdout.flush()
-        return 0
-    except typer.Exit as done:
-        return done.exit_code
+        return code
     except BrokenPipeError:  # whoever read our output went away, which is no error
         _discard_output()
         return CLOSED_PIPE
@@ -145,6 +149,9 @@ def _explanation(error: Exception) -> str | None:
     if explain is None:
         return None
     message = str(explain()).rstrip(".")
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{message}\n")
+        return ""
     path = getattr(getattr(error, "ctx", None), "command_path", "warpline")
     return f"{message}; see {path} --help" if message else ""
 

@@ -14,7 +14,7 @@ from warpline.tables import say, show
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the models that have a name, with their sizes and the bytes one decoded token must read."""
+    """List the models that have a name. With their sizes and the bytes one decoded token must read."""
     rows = [_row(name, builtin.config(name), None) for name in BUILTIN]
     rows += [_row(name, config, hub_id) for name, (hub_id, config) in FAMILY.items()]
     if as_json:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warpline.bench.methods.names import METHODS
-from warpline.cli.common import Device, chosen, listed
+from warpline.cli.common import PROMPT_TOKENS, Device, chosen, listed, our_name
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, WarplineError, one_of
 from warpline.profile.session import PHASES, Session, read, save, write
@@ -41,7 +41,7 @@ def profile(
     ] = None,
     device: Device = "auto",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
+    context: Annotated[int, typer.Option(PROMPT_TOKENS, "--context", help="Tokens of the prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 8,
     layers: Annotated[bool, typer.Option("--layers", help="Each layer apart instead of all merged.")] = False,
     kernels: Annotated[int, typer.Option(min=1, help="Kernels that the table has at most.")] = 10,
@@ -58,7 +58,8 @@ def profile(
         Path | None, typer.Option("--save", help="Keep the session below this results folder, under its own name.")
     ] = None,
 ) -> None:
-    """Which module, which kernel, which kind of operation takes the time, bound by what, and what to do about it."""
+    """Say where the time goes, and what to do about it. Which module, which kernel, which kind of operation takes the
+    time, bound by what."""
     words = words or []
     files = {"--session": session, "--html": html, "--md": md, "--trace": trace}
     for path in filter(None, files.values()):  # said now, not when everything has been recorded
@@ -119,12 +120,12 @@ def _only(session: Session, phases: tuple[str, ...]) -> Session:
 
 def _pairs(words: list[str], dtype: str | None) -> list[tuple[str, str | None]]:
     """Methods and their dtypes: "naive:fp32" has its own, others have those of --dtype, or none."""
-    shared: list[str | None] = [*chosen(dtype, WEIGHT_BYTES, "dtype")] or [None]
+    shared: list[str | None] = [*chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")] or [None]
     found: list[tuple[str, str | None]] = []
     for word in listed(",".join(words)) or ["torch"]:
         method, _, own = word.partition(":")
         one_of(method, METHODS, "method")
-        found += [(method, one) for one in ([one_of(own, WEIGHT_BYTES, "dtype")] if own else shared)]
+        found += [(method, one) for one in ([one_of(our_name(own), WEIGHT_BYTES, "dtype")] if own else shared)]
     return list(dict.fromkeys(found))
 
 
