@@ -5,7 +5,7 @@ FROM python:3.12-slim
 ARG PIP_EXTRA_INDEX_URL
 
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src ./src
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir '.[serve,hub]' && useradd --create-home --uid 10001 warpline

@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve browser test test-transformers test-hf-suite test-ray test-gpu sanitize bench-cpu bench-gpu bench-servers ladder-gpu tune-gpu profile-cpu profile-gpu \
-	check docker format readme clean
+	mutants check docker format readme clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -24,6 +24,7 @@ help:
 	@echo "make tune-gpu   sweep every kernel's tunables on this GPU, into results/ (eight minutes)"
 	@echo "make profile-cpu where the time of the CPU methods goes, sessions into results/ (two minutes)"
 	@echo "make profile-gpu where the time of the GPU methods goes, sessions into results/ (a few minutes)"
+	@echo "make mutants  swap operators and see whether a test notices (hours)"
 	@echo "make check    ruff (lint and format), strict mypy, hadolint"
 	@echo "make docker   build an image that serves, with docker"
 	@echo "make format   let ruff rewrite what it can"
@@ -166,6 +167,11 @@ profile-gpu:
 	status=0; for methods in "$(OURS_ON_GPU)" "$(OTHERS_ON_GPU)"; do \
 		PYTHONPATH=src $(PYTHON) -m warpline profile $$methods --device cuda --save results > /dev/null || status=1; done; \
 		exit $$status
+
+# Operators swapped, sixty of them: does a test notice? Hours on two cores; SEED=2 draws others.
+SEED = 1
+mutants: $(VENV)/.dev
+	PYTHONPATH=src:. $(BIN)/python -m tools.mutants --seed $(SEED)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

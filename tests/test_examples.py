@@ -11,6 +11,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+#: What each script prints, among others.
+SHOWN = {
+    "batch": ("A frog and a bee", "the same alone: True", "128 tokens in "),
+    "hf_patch": ("replaced  generate", "1 × original method: num_beams"),
+    "score": ("perplexity  Once upon a time", "' very'"),
+    "stream": ("tokens)", "cancelled: cancelled", "1:", "2:", "The old whale"),
+}
 
 
 def run(code: str, folder: Path) -> str:
@@ -36,7 +43,9 @@ def test_notebook(tmp_path: Path) -> None:
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells), "clear the outputs"
+    stored = "".join("".join(out["text"]) for cell in cells for out in cell["outputs"])
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "python -m tools.notebook"
+    assert not [word for word in ("/root", "/home", "/tmp", "Traceback") if word in stored]
     out = run("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
     shown = (
         "tok/s",
@@ -46,13 +55,15 @@ def test_notebook(tmp_path: Path) -> None:
         "Verdict",
         "our engine alone",
         "hf-sdpa",
+        "cpu-int8",
     )
     for part in shown:
         assert part in out
+        assert part in stored
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_scripts(path: Path, tmp_path: Path) -> None:
     out = run(path.read_text(encoding="utf-8"), tmp_path)
-    assert "replaced  generate" in out
-    assert "1 × original method: num_beams" in out
+    for part in SHOWN[path.stem]:
+        assert part in out

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from warpline.bench import charts, methods, report
+from warpline.bench.figures import decode_rates
 from warpline.bench.methods.names import BASELINE, HEADLINE
-from warpline.bench.run import decode_rates
 from warpline.bench.workloads import WORKLOADS, Case
 from warpline.model.weights import read_config
 
@@ -39,19 +41,35 @@ def derived(row: report.Row) -> report.Row:
 
 
 def machines() -> dict[str, list[report.Row]]:
-    """The newest rows of every machine, by its folder."""
+    """The newest rows of every machine, by its name in file names; without tables that are older than what they would
+    speak for."""
     order = list(WORKLOADS)
 
     def place(row: report.Row) -> tuple[object, ...]:
         return row["model"], row["dtype"], order.index(row["workload"]), row["batch"], row["prompt"], row["new"]
 
-    found = {}
-    for name, rows in recorded().items():
-        shown = [row for row in rows if (name, row["model"], row["dtype"], row["workload"]) == (*SHOWN, DRAWN)]
-        others = [row for row in rows if row not in shown]
-        having = HEADLINE if any((row["method"], row["status"]) == (HEADLINE, "ok") for row in shown) else BASELINE
-        found[name] = sorted([*report.newest(shown, having), *report.newest(others)], key=place)
+    found: dict[str, list[report.Row]] = {}
+    for folder, rows in recorded().items():
+        by_machine: dict[tuple[Any, ...], list[report.Row]] = {}
+        for row in rows:
+            by_machine.setdefault(report.machine(row), []).append(row)
+        for its in by_machine.values():
+            name = _named(folder, its[0])
+            shown = [row for row in its if (name, row["model"], row["dtype"], row["workload"]) == (*SHOWN, DRAWN)]
+            others = [row for row in its if row not in shown]
+            having = HEADLINE if any((row["method"], row["status"]) == (HEADLINE, "ok") for row in shown) else BASELINE
+            newest = [*report.newest(shown, having), *report.newest(others)]
+            fresh = [row for group in report.grouped(newest).values() if report.speaks_for_us(group) for row in group]
+            if fresh:
+                found[name] = sorted(fresh, key=place)
     return found
+
+
+def _named(folder: str, row: report.Row) -> str:
+    """GPUs have a folder each; CPUs have one together."""
+    if row["gpu"]:
+        return folder
+    return re.sub(r"[^a-z0-9]+", "-", f"{row['device']} {row['threads']} threads".lower()).strip("-")
 
 
 def drawn() -> dict[str, tuple[charts.Drawing, list[report.Row]]]:
@@ -90,7 +108,7 @@ def tables() -> str:
     parts = []
     for machine, rows in machines().items():
         first = rows[0]
-        parts.append(f"## {first['device']}" + (f", {first['threads']} threads" if "threads" in first else ""))
+        parts.append(f"## {named(first)}")
         days = sorted({row["time"][:10] for row in rows})
         read = sorted({row["read_gb_s"] for row in rows})
         span = f"{read[0]:,.0f}" if len(read) == 1 else f"{read[0]:,.0f} to {read[-1]:,.0f}"
@@ -106,9 +124,16 @@ def workloads() -> str:
     return "\n".join(["| workload | what it is |", "| --- | --- |", *lines])
 
 
+def named(row: report.Row) -> str:
+    """A machine, in words: of a CPU its cores and how many threads were used."""
+    if "threads" not in row:
+        return str(row["device"])
+    return f"{row['device']}, {row.get('cores') or row['threads']} cores, {row['threads']} threads"
+
+
 def where_we_lose() -> str:
     """From the rows in which somebody else is ahead."""
-    lines = [f"- {rows[0]['device']}: {line}." for rows in machines().values() for line in report.losses(rows)]
+    lines = [f"- {named(rows[0])}: {line}." for rows in machines().values() for line in report.losses(rows)]
     return "\n".join(lines) or "Nowhere, in the rows there are."
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import benchmarks, ladders, profiles, scaling, tuning
+from tools import benchmarks, claims, ladders, profiles, scaling, tuning
 from warpline import LLM, SamplingParams
+from warpline.bench.kernels import rates
 from warpline.bench.rows import stamp
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.ladder import LADDERS
@@ -49,6 +50,12 @@ def newest_kernel_rows() -> dict[tuple[str, str, str, str], dict[str, Any]]:
                 continue
             if row.get("tunables", spec.tunables).keys() != spec.tunables.keys():
                 continue
+            if row["dims"].keys() not in [dims.keys() for dims in spec.bench_dims]:
+                continue  # the op's shape has other names now
+            now = rates(spec, row["dtype"], row["dims"], row["us"], row["copy_gb_s"], row["peak_tflop_s"])
+            if abs(now["gb_s"] / max(row["gb_s"], 0.1) - 1) > 0.02 and row["gb_s"] > 5:
+                continue  # it read or wrote something else than the op of today
+            row |= now
             shape = "×".join(str(extent) for extent in row["dims"].values())
             newest[row["kernel"], row["dtype"], shape, row["arch"]] = row
     order = {name: i for i, name in enumerate(CATALOG)}
@@ -129,10 +136,11 @@ def samples() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "bench": benchmarks.summary},
+    "README.md": {"demo": demo, "speed": claims.lead, "bench": benchmarks.summary, "cpu": claims.cpu},
     "docs/benchmarks.md": {
         "bench workloads": benchmarks.workloads,
         "bench losses": benchmarks.where_we_lose,
+        "bench t4": claims.t4,
         "bench tables": benchmarks.tables,
     },
     "docs/kernels.md": {

@@ -6,9 +6,11 @@ Public names are loaded on first use, so that ``import warpline`` costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes longer than all of this
+    from typing import Any
+
     from warpline.config import EngineConfig, ModelConfig, SamplingParams
     from warpline.engine.llm import LLM, Stream
     from warpline.engine.text import Completion, Timings, TokenLogprob

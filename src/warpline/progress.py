@@ -1,11 +1,16 @@
-"""A progress bar for work that turns out to be long: nothing is drawn during the first second."""
+"""Signs of life of work that turns out to be long: nothing is drawn during the first second.
+
+A bar stands on standard error, if that is a terminal, and is gone when the work has ended or something is printed. Of
+works within works only the innermost has one.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,41 +19,103 @@ if TYPE_CHECKING:
 DELAY_SECONDS = 1.0
 
 
+class Bar:
+    """How far a work is. Call it with what has been done since; without a total it only says for how long."""
+
+    def __init__(self, label: str, total: float | None):
+        self._label, self._total, self._done = label, total, 0.0
+        self._begun, self._hidden = time.monotonic(), 0
+        self._drawn: Progress | None = None
+        self._lock = threading.RLock()  # a timer draws, and whoever works says what is done
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, amount: float) -> None:
+        """So much more is done."""
+        self._done += amount
+        with self._lock:
+            if self._drawn is not None:
+                self._drawn.update(self._drawn.task_ids[0], completed=self._done)
+
+    def says(self, label: str) -> None:
+        """What is being done now."""
+        with self._lock:
+            self._label = label
+            if self._drawn is not None:
+                self._drawn.update(self._drawn.task_ids[0], description=label)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While this is open, the lines belong to whoever prints."""
+        with self._lock:
+            self._hidden += 1
+            self._erase()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._hidden -= 1
+                self._draw_later()
+
+    def _draw_later(self) -> None:
+        """Now, if the first second has passed; else when it has."""
+        with self._lock:
+            if self._hidden or self._drawn is not None:
+                return
+            left = self._begun + DELAY_SECONDS - time.monotonic()
+            if left <= 0:
+                self._draw()
+            else:
+                self._timer = threading.Timer(left, self._draw_later)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _draw(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        share = [] if self._total is None else [TextColumn("{task.percentage:>3.0f} %")]
+        self._drawn = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None if self._total is None else 30),
+            *share,
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,  # results go where they are sent, not to where the bar stands
+        )
+        task = self._drawn.add_task(self._label, total=self._total)
+        self._drawn.update(task, completed=self._done)
+        self._drawn.tasks[task].start_time = self._begun
+        self._drawn.start()
+
+    def _erase(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._drawn is not None:
+            self._drawn.stop()
+            self._drawn = None
+
+
+_open: list[Bar] = []
+
+
 @contextmanager
-def progress(label: str, total: float) -> Iterator[Callable[[float], None]]:
-    """Yield `advance(amount)`; a bar appears on standard error once a second has passed, if it is a terminal."""
-    start = time.monotonic()
-    done = 0.0
-    bar: Progress | None = None
-    visible = sys.stderr is not None and sys.stderr.isatty()
-
-    def advance(amount: float) -> None:
-        nonlocal done, bar
-        done += amount
-        if bar is None and visible and time.monotonic() - start > DELAY_SECONDS:
-            bar = _start(label, total)
-        if bar is not None:
-            bar.update(bar.task_ids[0], completed=done)
-
-    try:
-        yield advance
-    finally:
-        if bar is not None:
-            bar.stop()
-
-
-def _start(label: str, total: float) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    bar.add_task(label, total=total)
-    bar.start()
-    return bar
+def progress(label: str, total: float | None = None) -> Iterator[Bar]:
+    """A bar for what is done while this is open."""
+    bar = Bar(label, total)
+    if sys.stderr is None or not sys.stderr.isatty():
+        bar._hidden = 1
+        yield bar
+        return
+    outer = _open[-1] if _open else None
+    _open.append(bar)
+    with nullcontext() if outer is None else outer.hidden():
+        bar._draw_later()
+        try:
+            yield bar
+        finally:
+            with bar._lock:
+                bar._hidden += 1
+                bar._erase()
+            _open.remove(bar)

@@ -5,15 +5,28 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import Any
 
 from warpline import __version__, hardware
 
 #: The oldest GPU generation the CUDA kernels are compiled for.
 OLDEST_ARCH = min(hardware.arch_number(arch) for arch in hardware.ARCH_LIMITS)
+
+#: What the extras are for.
+EXTRAS = {
+    "cuda": "the CUDA kernels",
+    "hub": "models by their hub id",
+    "hf": "patching transformers",
+    "plot": "charts",
+    "serve": "the server and chat",
+    "peers": "others to measure against",
+}
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*;.*\bextra == ['\"](?P<extra>[\w-]+)['\"]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +37,7 @@ class Survey:
     devices: list[hardware.Device]
     cache_folder: str
     cache_bytes: int
+    extras: dict[str, list[str]]  # of each extra the packages that are not installed
     advice: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,10 +61,15 @@ def take() -> Survey:
     }
     folder = hardware.cache_dir()
     used = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Survey(software, devices, str(folder), used, _advice(software, devices, torch.get_num_threads()))
+    extras = missing_extras()
+    return Survey(
+        software, devices, str(folder), used, extras, _advice(software, devices, torch.get_num_threads(), extras)
+    )
 
 
-def _advice(software: dict[str, str | None], devices: list[hardware.Device], threads: int) -> list[str]:
+def _advice(
+    software: dict[str, str | None], devices: list[hardware.Device], threads: int, extras: dict[str, list[str]]
+) -> list[str]:
     advice = []
     gpus = [device for device in devices if device.kind == "cuda"]
     cores = devices[0].units
@@ -60,15 +79,43 @@ def _advice(software: dict[str, str | None], devices: list[hardware.Device], thr
         else:
             advice.append("This machine has an NVIDIA GPU that torch cannot use: check the driver with nvidia-smi.")
     elif not gpus:
-        advice.append("No GPU: everything runs on the CPU; a GPU with 10 times the bandwidth decodes 10 times faster.")
+        advice.append("No GPU: 'auto' means the cpu executor here; --dtype int8 reads a quarter of the bytes.")
     for gpu in gpus:
         if gpu.arch and hardware.arch_number(gpu.arch) < OLDEST_ARCH:
             advice.append(f"{gpu.name} is {gpu.arch}: the CUDA kernels need sm_{OLDEST_ARCH}; only torch runs there.")
     if gpus and software["NVRTC"] is None:
-        advice.append("NVRTC was not found, which compiling CUDA kernels needs: pip install nvidia-cuda-nvrtc.")
+        advice.append("NVRTC was not found, which compiling CUDA kernels needs: pip install 'warpline[cuda]'.")
     if cores is not None and threads < cores:
         advice.append(f"torch uses {threads} of {cores} cores: unset OMP_NUM_THREADS to use them all.")
+    if lacking := [name for name, packages in extras.items() if packages and (gpus or name != "cuda")]:
+        advice.append(f"pip install 'warpline[{','.join(lacking)}]' brings {_and([EXTRAS[name] for name in lacking])}.")
     return advice
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def missing_extras() -> dict[str, list[str]]:
+    """Of each extra that a user may want, the packages that are not installed, by the package's own metadata."""
+    try:
+        wanted = metadata.requires("warpline") or []
+    except metadata.PackageNotFoundError:  # run from its sources, uninstalled
+        return {}
+    found: dict[str, list[str]] = {name: [] for name in EXTRAS}
+    for line in wanted:
+        match = _REQUIREMENT.match(line)
+        if match is not None and match["extra"] in found and not _installed(match["name"]):
+            found[match["extra"]].append(match["name"])
+    return found
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _has_nvidia_gpu() -> bool:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.bench.conftest import case
 from tests.conftest import SMALL
 from warpline.bench import report
+from warpline.bench.figures import Times, figures
 from warpline.bench.protocol import Sample
-from warpline.bench.run import Times, figures
 from warpline.model import cost
 from warpline.model.weights import read_config
 
@@ -22,7 +22,7 @@ SECONDS = st.lists(st.floats(1e-6, 100), min_size=1, max_size=7)
 
 
 def shown(row: dict[str, Any]) -> dict[str, str]:
-    return dict(zip(report.TITLES, report.cells(row, None), strict=True))
+    return dict(zip(report.TITLES, report.cells(row), strict=True))
 
 
 def whole_row(times: Times, kind: str, new: int) -> dict[str, Any]:

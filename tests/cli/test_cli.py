@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_generate(run: Run) -> None:
     assert code == 0
     assert out.startswith("Hello")
     assert len(out) > len("Hello\n")
-    for part in ("8 tokens in", "tok/s", "GB/s", "fp32, cpu"):
+    for part in ("8 new, ", "tok/s", "GB/s", "prompt 1 in ", "fp32, cpu"):
         assert part in err
     assert err.count("\n") == 1
     again = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "8", "--seed", "1", "--no-stream")
@@ -115,11 +116,11 @@ BAD_INPUT = [
     (["generate", "Hi", "--model", "gpt2"], "cannot download"),
     (["generate", ""], "is empty"),
     (["generate", "word " * 200, "--model", SMALL], "the model's context is 96: shorten it"),
-    (["generate", "Hi", "--model", SMALL, "--max-new-tokens", "0"], "max_tokens"),
+    (["generate", "Hi", "--model", SMALL, "--max-new-tokens", "0"], "--max-new-tokens must be"),
     (["generate", "Hi", "--max-new-tokens", "many"], "'--max-new-tokens'"),
-    (["generate", "Hi", "--temperature", "-1"], "temperature must be ≥ 0"),
-    (["generate", "Hi", "--top-p", "0"], r"top_p must be in (0, 1]"),
-    (["generate", "Hi", "--top-p", "1.5"], r"top_p must be in (0, 1]"),
+    (["generate", "Hi", "--temperature", "-1"], "--temperature must be ≥ 0"),
+    (["generate", "Hi", "--top-p", "0"], r"--top-p must be in (0, 1]"),
+    (["generate", "Hi", "--top-p", "1.5"], r"--top-p must be in (0, 1]"),
     (["generate", "Hi", "--dtype", "fp8"], "unknown dtype 'fp8'"),
     (["generate", "Hi", "--device", "tpu"], "unknown device 'tpu'"),
     (["generate", "Hi", "--executor", "magic"], "unknown executor 'magic'"),
@@ -250,7 +251,7 @@ def test_the_default_model_writes_a_story(run: Run) -> None:
     code, out, err = run("generate", "The little dog", "--temperature", "0")
     assert code == 0
     assert out.startswith("The little dog wanted to play the drums.")
-    assert "stories, fp32, cpu" in err
+    assert "stories fp32, cpu" in err
 
 
 def test_export(run: Run, tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ def test_doctor(run: Run) -> None:
     assert report["devices"][0]["measured_bandwidth"] > 0
     assert report["software"]["warpline"] == __version__
     _, _, err = run("generate", "Hello", "--model", SMALL, "--max-new-tokens", "4")
-    assert "% of the measured" in err
+    assert re.search(r"[\d.]+ of [\d,]+ GB/s", err)
 
 
 @pytest.mark.parametrize(

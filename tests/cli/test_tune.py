@@ -147,7 +147,7 @@ def test_an_interrupted_sweep_shows_what_there_is(run: Run, monkeypatch: pytest.
         (["--dtype", "fp8"], "unknown dtype 'fp8'"),
         (["--gpu", "voodoo2"], "unknown GPU 'voodoo2'; choose from: Tesla T4"),
         (["--gpu", "Tesla V100-SXM2"], "unknown GPU 'Tesla V100-SXM2'"),
-        (["--from", "nowhere.jsonl"], "there is no nowhere.jsonl"),
+        (["--from", "nowhere.jsonl"], "there is no sweep in nowhere.jsonl"),
         (["--picture", "no/such/folder.png"], "there is no folder no/such"),
         (["--minutes", "-1"], "Invalid value for '--minutes'"),
     ],

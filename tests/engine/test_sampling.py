@@ -346,3 +346,11 @@ def test_random_numbers_depend_on_seed_prompt_sample_and_position_alone() -> Non
     assert torch.equal(long[:10], short)
     assert not torch.equal(keys(stream(8, [1], 1), 10), short)
     assert keys(2**64 - 1, 4).dtype == torch.int32
+
+
+def test_a_row_that_is_done_is_not_broken_by_what_it_computes() -> None:
+    slots = begin([SamplingParams(max_tokens=1), SamplingParams(max_tokens=5)])
+    advance(slots, random_logits(2, 1))
+    assert slots.done[:2].tolist() == [True, False]
+    advance(slots, torch.full((2, VOCAB), float("nan")))
+    assert slots.broken[:2].tolist() == [False, True]

@@ -193,3 +193,12 @@ def test_graphs_of_a_pass_grow_and_are_the_whole_pass(count: int) -> None:
     sizes = [len(part) for part in parts]
     assert sizes == sorted(sizes)
     assert len(parts) == 1 or sizes[0] == passes.FIRST_PART
+
+
+def test_attention_is_scaled_by_its_layer() -> None:
+    """As some checkpoints want it; a layer's own scale, in prompts and in steps."""
+    weights = load(SMALL)
+    weights = replace(weights, config=replace(weights.config, scale_attn_by_inverse_layer_idx=True))
+    asked = [Request(p, SamplingParams(temperature=0), 0, i, 40) for i, p in enumerate(prompts(2))]
+    assert len({weights.config.attention_scale(layer) for layer in range(3)}) == 3
+    assert run(create("kernels", weights, CPU, "fp32"), asked) == run(create("torch", weights, CPU, "fp32"), asked)

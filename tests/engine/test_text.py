@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpline.config import SamplingParams
+from warpline.config import ModelConfig, SamplingParams
 from warpline.engine.prefix import LEAST_PREFIX, share_prefixes
 from warpline.engine.request import Request
 from warpline.engine.scheduler import Sequence
-from warpline.engine.text import Text
+from warpline.engine.text import Text, Timings
 from warpline.model.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.gpt2()
@@ -87,3 +87,28 @@ def test_equal_prompts_share_all_and_what_others_have_too() -> None:
     assert [[(p.length, p.whole) for p in mine] for mine in prefixes] == [[(163, True), (64, False)]] * 6
     assert prefixes[0][0] is prefixes[2][0] is not prefixes[3][0]
     assert prefixes[0][1] is prefixes[5][1]
+
+
+@pytest.mark.parametrize("stop", ["ab", "The end", "xyx"])
+def test_a_stop_text_that_comes_letter_by_letter_is_kept_back(stop: str) -> None:
+    """All but its last letter may be the beginning of it."""
+    text = Text(TOKENIZER, (stop,), 0)
+    seen = ""
+    for letter in f"so {stop[:-1]}":
+        (token,) = TOKENIZER.encode(letter)
+        assert text.extend([token]) is None
+        seen += text.release(ended=False)
+    assert seen == "so "
+    (last,) = TOKENIZER.encode("!")
+    text.extend([last])
+    assert seen + text.release(ended=False) == f"so {stop[:-1]}!"
+
+
+def test_bandwidth_is_bytes_over_seconds() -> None:
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=64, n_positions=32, vocab_size=500)
+    timings = Timings(config, "fp32", prefill_seconds=1.0, moved=[([3], 4, False)])
+    assert timings.gb_per_second is None
+    timings.decode_seconds = 0.5
+    weights = 4 * (500 * 64 + 32 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64)
+    read = weights - 4 * 32 * 64 + 4 * 64  # of the positions one row; the head is the embedding, read once
+    assert timings.gb_per_second == pytest.approx(4 * read / 0.5 / 1e9, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -146,3 +147,13 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="set WARPLINE_CACHE_DIR"):
         choices.remember(GPU, [choice()])
+
+
+@pytest.mark.parametrize("change", [{"tunables": "x"}, {"tunables": {"block": "512"}}, {"basis": "a guess"}])
+def test_choices_that_are_not_whole_are_not_used(change: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    made = json.loads(choices.text(GPU, [choice()]))
+    made["choices"][0] |= change
+    choices.shipped_file(GPU).write_text(json.dumps(made))
+    choices.forget()
+    assert choices.stored(LAYERNORM, "fp16", DIMS, GPU) is None
+    assert "delete it, or run 'warpline tune' again" in caplog.text

@@ -101,3 +101,14 @@ def test_compiled_code_needs_the_c_library_alone(code: bytes, folder: Path) -> N
         "assert b._compiler is None and 'numba' not in sys.modules; b.function()"
     )
     subprocess.run([sys.executable, "-c", words], check=True, env=dict(os.environ), timeout=100)
+
+
+def test_code_of_other_sources_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an upgrade nothing stale is loaded."""
+    before = machine.key.__wrapped__()
+    for path in Path(machine.__file__).parent.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.key.__wrapped__() == before
+    (tmp_path / "decode.py").write_text("# changed")
+    assert machine.key.__wrapped__() != before

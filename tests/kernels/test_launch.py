@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from warpline.errors import ConfigError, KernelError
+from warpline.kernels import compile as compiler
 from warpline.kernels import launch
 from warpline.kernels.arguments import Scalar
-from warpline.kernels.catalog import CATALOG
+from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.catalog.rows import LAYERNORM
 from warpline.kernels.driver import check, driver
 from warpline.kernels.spec import Launch, Variant
@@ -96,3 +97,18 @@ def test_views_must_start_where_vectors_may(tensor: torch.Tensor, fine: bool) ->
     else:
         with pytest.raises(ConfigError, match="q must be contiguous in its last dimension"):
             launch._require(CATALOG["flash_attention"], buffer, tensor, tensor.dtype, tensor.device)
+
+
+def test_other_headers_of_cuda_make_another_binary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: "13.0")
+    monkeypatch.setattr(compiler, "_cuda_headers", lambda: ["one"])
+    before = compiler._key("unit", "sm_90")
+    assert compiler._key("unit", "sm_90") == before
+    monkeypatch.setattr(compiler, "_cuda_headers", lambda: ["another"])
+    assert compiler._key("unit", "sm_90") != before
+
+
+@pytest.mark.parametrize(("arch", "overlaps"), [("sm_80", False), ("sm_89", False), ("sm_90", True), ("sm_100", True)])
+def test_launches_overlap_from_hopper_on(arch: str, overlaps: bool) -> None:
+    made = Variant.of(find("layernorm"), "fp16", {"rows": 4, "columns": 768}, arch, overlapping=True)
+    assert made.overlapping is overlaps

@@ -6,11 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.conftest import SMALL
 from warpline.config import FAMILY, ModelConfig
+from warpline.engine.executors import create
 from warpline.model import cost, parameters
 from warpline.model.gpt2 import GPT2, KVCache
 from warpline.model.observe import observed
 from warpline.model.parameters import Step
+from warpline.model.weights import load
 
 GPT2_CONFIG = FAMILY["gpt2"][1]
 
@@ -93,3 +96,12 @@ def test_a_pass_runs_exactly_the_steps_that_are_costed() -> None:
         first_block = [step.name for step, layer in ran if layer in (None, 0)]
         in_order = [step.name for step in parameters.STEPS if step in costed]
         assert first_block == in_order
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "int8"])
+def test_a_position_takes_what_the_cache_has_for_it(dtype: str) -> None:
+    """By the memory that an executor takes, whose dtype is its own where weights are int8."""
+    weights = load(SMALL, dtype=dtype)
+    slots = create("cpu", weights, torch.device("cpu"), dtype).allocate(1, 7)
+    taken = (slots.cache.k.nbytes + slots.cache.v.nbytes) / 7 / slots.cache.k.shape[1]
+    assert cost.kv_bytes_per_position(weights.config, dtype) == taken

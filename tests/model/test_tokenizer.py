@@ -6,6 +6,7 @@ import functools
 import gzip
 import hashlib
 import itertools
+import json
 import sys
 import unicodedata
 from importlib import resources
@@ -265,3 +266,20 @@ def test_many_texts_have_the_bytes_that_each_has(texts: list[list[int]]) -> None
 
 
 _gpt2 = functools.cache(Tokenizer.gpt2)
+
+
+def test_many_texts_get_nothing_added_either(tmp_path: Path) -> None:
+    """Some tokenizers put a token around each text unless they are told not to."""
+    Tokenizer.gpt2().save(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    around = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [50256], "tokens": ["<|endoftext|>"]}}
+    raw["post_processor"] = {
+        "type": "TemplateProcessing", "single": around, "pair": around, "special_tokens": special,
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    found = Tokenizer.from_folder(tmp_path)
+    assert found is not None
+    texts = ["Once upon a time", "a frog"]
+    expected = [Tokenizer.gpt2().encode(text) for text in texts]
+    assert found.encode_many(texts) == [found.encode(text) for text in texts] == expected

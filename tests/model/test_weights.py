@@ -326,3 +326,12 @@ def test_offline_is_one_clear_line() -> None:
     assert "cannot download 'openai-community/gpt2'" in str(caught.value)
     assert "local folder" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_random_tensors_differ_and_scales_are_near_one() -> None:
+    tensors = load("random:n_layer=2,n_head=2,n_embd=64,n_positions=64,vocab_size=64").tensors
+    firsts = {name: tuple(value.flatten()[:8].tolist()) for name, value in tensors.items()}
+    assert len(set(firsts.values())) == len(firsts)
+    for name, value in tensors.items():
+        is_scale = "ln_" in name and name.endswith(".weight")
+        assert float(value.mean()) == pytest.approx(1.0 if is_scale else 0.0, abs=0.02), name

@@ -241,3 +241,24 @@ def test_launches_are_shown_however_short() -> None:
     events = [*(event for i in range(3) for event in gpu_step(40.0 * i, i + 1)), end(120)]
     found = aggregate(events, expected=3, skip=1, on_gpu=True)
     assert [m.name for m in found.timeline if m.track == "host"] == ["cudaLaunchKernel"] * 4
+
+
+def test_nobody_waits_a_negative_time() -> None:
+    """Operators a little longer than their span, because clocks are read one behind the other."""
+    events = [Event("mark", "", 0), span(1, 4, "h.0", "ln_1"), Event("op", "aten::native_layer_norm", 1.5, 4.5), end(9)]
+    rows = times(aggregate(events, expected=1, on_gpu=False).spans)
+    assert all(gap >= 0 for _, gap in rows.values())
+    assert rows["h.0", "ln_1"] == (4.0, 0.0)
+    assert sum(busy + gap for busy, gap in rows.values()) == pytest.approx(9)
+
+
+def test_an_operator_that_ends_with_the_one_around_it_is_inside() -> None:
+    events = [Event("mark", "", 0), Event("op", "aten::addmm", 1, 10), Event("op", "aten::mm", 2, 9), end(20)]
+    seen: list[list[str]] = []
+
+    def sequencer(names: Sequence[str]) -> list[ModulePath | None]:
+        seen.append(list(names))
+        return [("h.0", "MLP", "expansion")] * len(names)
+
+    aggregate(events, expected=1, on_gpu=False, sequencer=sequencer)
+    assert seen == [["aten::addmm"]]

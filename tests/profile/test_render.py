@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.profile.conftest import made_up
+from warpline.profile import tree
 from warpline.profile.compare import compare
 from warpline.profile.render import console, markdown, picture, roofchart
 from warpline.profile.render.chrome import trace
@@ -220,3 +221,39 @@ def test_picture() -> None:
     assert sum(widths[:parts]) == pytest.approx(860 - 150 - 100, abs=1)
     assert sum(widths[parts:]) < sum(widths[:parts])
     assert "exchanges" not in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_page_fits_a_phone_and_is_searched(tmp_path: Path, width: int) -> None:
+    """Nothing is wider than the window; a search adds up what it finds; a click shows a box alone."""
+    probe = """<script>{
+    const field = document.querySelector("input.search"), frame = document.querySelector(".flame");
+    field.value = "MLP"; field.dispatchEvent(new Event("input"));
+    const found = document.querySelector("output").textContent, dim = frame.querySelectorAll(".dim").length;
+    const box = [...frame.children].find((one) => one.textContent === "LM head");
+    const before = box.getBoundingClientRect().width; box.click();
+    const now = [...frame.children].find((one) => one.textContent === "LM head").getBoundingClientRect().width;
+    const wide = document.documentElement.scrollWidth;
+    const legend = document.querySelectorAll(".kind").length;
+    document.title = JSON.stringify({ found, dim, before, now, wide, inner: innerWidth, legend });
+    }</script></body>"""
+    path = tmp_path / "page.html"
+    path.write_text(page(made_up(gap=1.0)).replace("</body>", probe))
+    frame = tmp_path / "frame.html"  # a window is at least 500 wide, a frame is not
+    frame.write_text(f"<iframe src='{path.name}' style='width:{width}px;height:900px;border:0'></iframe><script>"
+                     "onload = () => { document.title = frames[0].document.title; };</script>")  # fmt: skip
+    dom = browse(frame, "--dump-dom", "--virtual-time-budget=3000", "--allow-file-access-from-files",
+                 "--window-size=1400,1000")  # fmt: skip
+    found = re.search(r"<title>(.+?)</title>", dom)
+    assert found is not None
+    seen = json.loads(found[1].replace("&quot;", '"'))
+    assert seen["wide"] <= seen["inner"] == width
+    assert seen["now"] > 3 * seen["before"]
+    assert seen["dim"] > 0
+    assert seen["legend"] >= 3
+    session = made_up(gap=1.0)
+    root = tree.build(session.phases[0])
+    mlp = root.find("transformer blocks", "MLP")
+    assert mlp is not None
+    assert seen["found"].startswith(f"{mlp.us:,.1f}".removesuffix(".0"))

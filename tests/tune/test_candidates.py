@@ -75,3 +75,19 @@ def test_the_compilers_report_prunes(case: Case) -> None:
     assert ARCH_LIMITS["sm_90"].registers < 128 * 1024
     assert blocks_held(case, values, greedy) == 0
     assert "no room" in (hopeless(case, values, greedy) or "")
+
+
+def test_a_block_has_a_thousand_threads_at_most() -> None:
+    case = Case(find("matmul_bias"), "fp16", {"rows": 1024, "outputs": 2304, "inputs": 768}, "sm_90")
+    names = list(find("matmul_bias").tunables)
+    found = set()
+    for warps_m, warps_n, warps_k in ((2, 4, 1), (4, 8, 1), (8, 8, 1)):
+        values = dict(zip(names, case.default, strict=True)) | {
+            "warps_m": warps_m, "warps_n": warps_n, "warps_k": warps_k, "tile_m": 128, "tile_n": 128, "stages": 2,
+        }  # fmt: skip
+        threads = 32 * warps_m * warps_n * warps_k
+        if case.allows(tuple(values.values())):
+            why = impossible(case, tuple(values.values()))
+            assert (why == "more than 1,024 threads") == (threads > 1024), (threads, why)
+            found.add(threads > 1024)
+    assert found

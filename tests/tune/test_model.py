@@ -11,7 +11,7 @@ from warpline.kernels.choices import PROJECTED
 from warpline.kernels.compile import Report
 from warpline.tune import report
 from warpline.tune.candidates import Case, cases
-from warpline.tune.model import FINALISTS, is_told_apart, microseconds, project
+from warpline.tune.model import FINALISTS, LATENCY, is_told_apart, microseconds, project
 
 T4 = known_gpu("t4")
 FINE = Report(registers=64, shared_bytes=0, stack_bytes=0, spill_bytes=0, seconds=0.1)
@@ -68,3 +68,16 @@ def test_a_gpu_of_which_too_little_is_known_is_refused() -> None:
     assert v100 is not None
     with pytest.raises(ConfigError, match="cannot be projected"):
         project(cases([find("layernorm")], ["fp16"], "sm_80"), v100)
+
+
+def test_a_kernel_with_too_little_under_way_takes_its_latency() -> None:
+    """One block with one stage of tiles ahead asks for some bytes in a latency; a figure worked out by hand."""
+    assert T4 is not None
+    assert T4.spec_bandwidth is not None
+    assert T4.units is not None
+    case = product(16, outputs=64, inputs=4096)
+    ahead = (16 + 64) * 32 * 2  # bytes of a stage: rows of both tiles, 32 deep, in half precision
+    moved = case.spec.bytes(case.dims, "fp16")
+    taken = moved / ahead * LATENCY  # µs, by Little's law
+    assert us(case, (16, 64, 32, 1, 4, 1, 1, 2)) == pytest.approx(taken, rel=0.01)
+    assert taken > moved / T4.spec_bandwidth / 1e3

@@ -203,3 +203,12 @@ def test_candidates_are_listed_without_a_gpu(case: Case) -> None:
     assert len(row["candidates"]) == len(first_round(case))
     (row,) = listed([case], 0.0, lambda _: None)
     assert row["left_out"] == len(first_round(case))
+
+
+def test_time_is_asked_of_the_clock_in_minutes(case: Case) -> None:
+    one = Sweep([case], Worker(standin.serve), Journal(GPU), 3.0, clock=lambda: 1000.0)
+    assert one._deadline == 1180.0
+    times = iter([0.0, 200.0, *[400.0] * 1000])
+    (late,) = Sweep([case], Worker(standin.serve), Journal(GPU), 2.0, clock=lambda: next(times)).run()
+    assert not late.attempts
+    assert late.left_out

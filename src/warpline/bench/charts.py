@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.bench.methods.names import OURS
 from warpline.bench.report import Row, as_case, grouped
+from warpline.bench.workloads import Case
 from warpline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def bars(rows: Sequence[Row]) -> Figure:
-    """Tokens per second of every method of one case, and what memory allows in words: it would dwarf the bars."""
+    """Tokens per second of every method of one case, each with a line at what memory allows its weights."""
     timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
     figure = canvas(8, 1.2 + 0.42 * len(timed))
     axes = figure.subplots()
@@ -41,12 +42,29 @@ def bars(rows: Sequence[Row]) -> Figure:
     drawn = axes.barh(names, values, color=[PROUD if row["method"] in OURS else PLAIN for row in timed])
     axes.bar_label(drawn, labels=[f" {value:,.0f}" for value in values])
     axes.margins(x=0.12)
-    limits = [row["batch"] * 1e8 / row["us_per_token"] / row["percent_of_limit"] for row in timed if "gb_s" in row]
-    axes.set_xlabel(f"tokens per second (memory allows {limits[0]:,.0f})" if limits else "tokens per second")
+    limits = {y: limit for y, row in enumerate(timed) if (limit := allowed(row)) is not None}
+    for y, limit in limits.items():
+        axes.vlines(limit, y - 0.4, y + 0.4, colors="black", linestyles="dashed", linewidth=1.2)
+    axes.set_xlabel("tokens per second" + (" (dashed: what memory allows)" if limits else ""))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_title(f"{as_case(rows[0]).label}\n{rows[0]['device']}", fontsize=10)
+    axes.set_title(f"{titled(as_case(rows[0]))}\n{rows[0]['device']}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def allowed(row: Row) -> float | None:
+    """Tokens per second of all sequences together, were every step as fast as memory."""
+    if "gb_s" not in row or not row["percent_of_limit"]:
+        return None
+    return float(row["batch"] * 1e6 / row["us_per_token"] * 100 / row["percent_of_limit"])
+
+
+def titled(case: Case) -> str:
+    """What was measured, in words."""
+    model, random = case.model.removeprefix("random:"), case.model.startswith("random:")
+    many = "1 sequence" if case.batch == 1 else f"{case.batch:,} sequences"
+    shape = f"prompt of {case.prompt:,}" + ("" if case.kind == "prefill" else f" and {case.new:,} new tokens")
+    return f"{model}{' (random weights)' if random else ''} in {case.dtype}, {many}, {shape}"
 
 
 def against_context(rows: Sequence[Row]) -> Figure:

@@ -177,12 +177,18 @@ def svg(rows: Sequence[Row]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
+_PAGE_STYLE = (
+    "td:last-child, th:last-child { text-align: left; white-space: normal; min-width: 20rem; } svg { max-width: 100%; }"
+)
+
+
 def page(climbs: Sequence[Sequence[Row]]) -> str:
     """One HTML page with the tables and pictures, nothing fetched from elsewhere."""
     first = climbs[0][0]
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>warpline ladder</title>",
-        f"<style>{STYLE} td:last-child, th:last-child {{ text-align: left; }}</style></head>",
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width'><title>warpline ladder</title>",
+        f"<style>{STYLE} {_PAGE_STYLE}</style></head>",
         "<body><h1>warpline ladder</h1>",
         f"<p>{html.escape(origin(first))}, commit {html.escape(str(first['commit'])[:10])}</p>",
     ]
@@ -191,5 +197,5 @@ def page(climbs: Sequence[Sequence[Row]]) -> str:
         head = "".join(f"<th>{text}</th>" for text in titles)
         body = "".join("<tr>" + "".join(f"<td>{text}</td>" for text in line) + "</tr>" for line in lines)
         parts.append(f"<h2>{html.escape(title(rows))}</h2><p>{html.escape(span(rows))}</p>")
-        parts.append(f"{svg(rows)}<table><tr>{head}</tr>{body}</table>")
+        parts.append(f"{svg(rows)}<div><table><tr>{head}</tr>{body}</table></div>")
     return "\n".join([*parts, "</body></html>\n"])

@@ -45,7 +45,7 @@ class Oracle:
         """The verdict on `tokens` [B, new] behind `prompts` [B, P]; the same tokens are judged once."""
         rows = max(1, min(ROWS, TOKENS // (prompts.shape[1] + tokens.shape[1])))
         prompts, tokens = prompts[:rows], tokens[:rows]
-        key = prompts.cpu().numpy().tobytes() + tokens.cpu().numpy().tobytes()
+        key = dtype.encode() + prompts.cpu().numpy().tobytes() + tokens.cpu().numpy().tobytes()
         if key not in self._verdicts:
             self._verdicts[key] = self._judge(prompts, tokens.to(prompts.device), dtype)
         return self._verdicts[key]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from warpline.bench.methods.names import OURS
+from warpline.bench.methods.names import BASELINE, CHOSEN, INT8, NAIVE, OURS
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 from warpline.model import cost
@@ -17,12 +17,18 @@ Row = dict[str, Any]
 #: What makes two rows one comparison.
 CASE = tuple(field.name for field in fields(Case))
 #: What its rows say of the run and the machine.
-_OF_A_RUN = ("time", "device", "threads", "torch", "read_gb_s", "cache_mb")
+_OF_A_RUN = ("time", "commit", "device", "gpu", "cores", "threads", "torch", "read_gb_s", "cache_mb")
 
 
 def key(row: Row) -> tuple[Any, ...]:
     """The case a row belongs to."""
     return tuple(row[name] for name in CASE)
+
+
+def machine(row: Row) -> tuple[Any, ...]:
+    """What it was measured on: rows of different ones have no table in common."""
+    threads = row.get("threads")  # not of a GPU
+    return row.get("device"), threads and (row.get("cores") or threads), threads
 
 
 def as_case(row: Row) -> Case:
@@ -31,10 +37,10 @@ def as_case(row: Row) -> Case:
 
 
 def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows by case, both in order of appearance."""
+    """The rows by machine and case, all in order of appearance."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault(key(row), []).append(row)
+        groups.setdefault((*machine(row), *key(row)), []).append(row)
     return groups
 
 
@@ -56,20 +62,28 @@ def newest(rows: Sequence[Row], having: str | None = None) -> list[Row]:
     return found
 
 
+def speaks_for_us(rows: Sequence[Row]) -> bool:
+    """Whether a table has figures of what `auto` chooses today: one from before there was that says nothing of it."""
+    return any(row["method"] in CHOSEN and row["status"] == "ok" for row in rows)
+
+
 def losses(rows: Sequence[Row]) -> list[str]:
-    """A line for each workload, model and dtype in which somebody is ahead of the best of ours."""
+    """A line for each workload, model and kind of weights in which somebody is ahead of the best of ours that has the
+    same: whose weights are int8 is compared with ours in int8."""
     behind: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     cases: dict[tuple[str, str, str], int] = {}
     for group in grouped(rows).values():
         timed = [row for row in group if row["status"] == "ok" and "seconds" in row]
-        ours = [row for row in timed if row["method"] in OURS]
-        if not ours or len(timed) == len(ours):
-            continue
-        name = (group[0]["workload"], group[0]["model"], group[0]["dtype"])
-        cases[name] = cases.get(name, 0) + 1
-        best, own = (min(some, key=lambda row: row["seconds"]) for some in (timed, ours))
-        if best is not own:
-            behind.setdefault(name, []).append((own["seconds"] / best["seconds"], best["method"], own["method"]))
+        for stored in ("int8", group[0]["dtype"]):
+            alike = [row for row in timed if (row["method"] in INT8) == (stored == "int8")]
+            ours = [row for row in alike if row["method"] in OURS]
+            if not ours or len(alike) == len(ours):
+                continue
+            name = (group[0]["workload"], group[0]["model"], stored)
+            cases[name] = cases.get(name, 0) + 1
+            best, own = (min(some, key=lambda row: row["seconds"]) for some in (alike, ours))
+            if best is not own:
+                behind.setdefault(name, []).append((own["seconds"] / best["seconds"], best["method"], own["method"]))
     lines = []
     for (workload, model, dtype), found in behind.items():
         found.sort()
@@ -97,20 +111,21 @@ def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, s
 
 #: Columns of the table.
 TITLES = (
-    "method", "median s", "±", "tok/s", "requests/s", "lanes", "idle", "speed-up", "µs/token", "GB/s", "% of limit",
-    "first token ms",
+    "method", "median s", "±", "tok/s", "requests/s", "lanes", "idle", "× naive", "× peer", "µs/token", "GB/s",
+    "% of limit", "first token ms",
 )  # fmt: skip
+#: Those that a narrow table can do without, the first of them first.
+LEAST = ("GB/s", "µs/token", "idle", "× naive", "first token ms", "±")
 
 
-def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
-    """One line of the table; what a row does not have is left empty."""
+def cells(row: Row, naive: Row | None = None, peer: Row | None = None) -> tuple[str, ...]:
+    """One line of the table, beside what it is compared with; what a row does not have is left empty."""
     if "peak_bytes" in row:
         return (row["method"], f"{row['peak_bytes'] / 1e6:,.0f} MB at most", *[""] * (len(TITLES) - 2))
     if "cold_seconds" in row:
         text = f"cold {row['cold_seconds']:.2f} s, warm {row['warm_seconds']:.2f} s"
         text += "" if row.get("bytecode", True) else ", torch compiled by Python each time"
         return (row["method"], text, *[""] * (len(TITLES) - 2))
-    compared = baseline is not None and row is not baseline
     spread = (row["seconds_p80"] - row["seconds_p20"]) / 2 / row["seconds"]
     unsure, beyond = "unsure" in row or _is_late(row), row.get("percent_of_limit", 0) > 100
     return (
@@ -123,7 +138,7 @@ def cells(row: Row, baseline: Row | None) -> tuple[str, ...]:
         _optional(row, "requests_per_second", ",.2f"),
         f"{row['padded_batch']} padded" if "padded_batch" in row else _optional(row, "mean_lanes", ",.1f"),
         f"{100 * row['idle_share']:.1f} %" if "idle_share" in row else "",
-        f"{baseline['seconds'] / row['seconds']:.2f}×" if compared and baseline else "",
+        *("" if one is None or one is row else f"{one['seconds'] / row['seconds']:.2f}×" for one in (naive, peer)),
         _optional(row, "us_per_token", ",.1f"),
         _optional(row, "gb_s", ",.1f"),
         _optional(row, "percent_of_limit", ".1f") + ("*" if beyond else ""),
@@ -140,6 +155,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """What the marks of a table mean, those that it has."""
     timed = [row for row in rows if row["status"] == "ok" and "seconds" in row]
     found = []
+    peer = yardsticks(rows)[1]
+    if peer is not None and len(timed) > 1:
+        found.append(f"× peer: against {peer['method']}, the fastest that is not ours.")
     if any(row.get("percent_of_limit", 0) > 100 for row in timed):
         caches = {row.get("cache_mb") for row in timed}
         held = ", ".join(f"{size:,.0f} MB" for size in sorted(filter(None, caches)))
@@ -157,17 +175,19 @@ def _optional(row: Row, name: str, form: str) -> str:
     return format(row[name], form) if name in row else ""
 
 
-def baseline(rows: Sequence[Row]) -> Row | None:
-    """What the others are compared with: the first method that is not ours and was measured, or the first of all."""
-    measured = [row for row in rows if row["status"] == "ok" and "seconds" in row]
-    return next((row for row in measured if row["method"] not in OURS), measured[0] if measured else None)
+def yardsticks(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
+    """What the others of a table are compared with: the naive model, and the fastest that is neither ours nor of other
+    weights."""
+    measured = {row["method"]: row for row in rows if row["status"] == "ok" and "seconds" in row}
+    peers = [row for name, row in measured.items() if name not in (*OURS, *INT8, *NAIVE)]
+    return measured.get(BASELINE), min(peers, key=lambda row: row["seconds"], default=None)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table per case, and who is not in it."""
     parts = []
     for group in grouped(rows).values():
-        parts.append(f"**{as_case(group[0]).label}**")
+        parts.append(f"**{as_case(group[0]).label}** · {group[0]['time'][:10]}")
         titles, *lines = columns(group)
         if lines:
             drawn = [titles, ["---"] * len(titles), *lines]
@@ -184,8 +204,8 @@ def _escaped(note: str) -> str:
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The lines of what was measured, of one case."""
-    first = baseline(rows)
-    return [cells(row, first) for row in rows if row["status"] == "ok"]
+    naive, peer = yardsticks(rows)
+    return [cells(row, naive, peer) for row in rows if row["status"] == "ok"]
 
 
 def columns(rows: Sequence[Row]) -> list[tuple[str, ...]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from warpline import hardware
 from warpline.bench import methods as known
 from warpline.bench import plan, throughput
+from warpline.bench.figures import Times, figures
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.names import METHODS
 from warpline.bench.oracle import Oracle
@@ -38,9 +39,6 @@ TRIAL_TOKENS = 4
 #: Beyond this, no cache matters, and reading is as fast as it is.
 MOST_MEGABYTES = 1024
 
-#: What a row says whose time from the first token to the last is smaller than the noise.
-UNSURE = "the time from first to last token is less than the noise: more --repetitions, or more tokens"
-
 Row = dict[str, Any]
 Tick = Callable[[float], None]
 
@@ -55,30 +53,13 @@ class Built:
     seconds: float  # of the generation that was judged
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """First tokens and whole generations: where there are as many, each right before its generation."""
-
-    first: Sample
-    whole: Sample
-
-    @property
-    def decode(self) -> float | None:
-        """Seconds from the first token to the last: the median over pairs, which share what the machine did then.
-        None where noise exceeds it, so that a first token would come behind the last."""
-        firsts, wholes = self.first.seconds, self.whole.seconds
-        if len(firsts) != len(wholes):
-            firsts = (self.first.median,) * len(wholes)
-        decode = Sample(tuple(whole - first for first, whole in zip(firsts, wholes, strict=True))).median
-        return decode if decode > 1e-6 and self.first.median < self.whole.median else None
-
-
 @dataclass(slots=True)
 class Bench:
     """A run: its origin, measured once, and the rows as they come."""
 
     settings: Settings
     origin: Row = field(default_factory=dict)
+    says: Callable[[str], object] = lambda _: None  # what is being done, to whoever waits
     begun: float = field(default_factory=time.monotonic)
     _weights: tuple[tuple[str, str], Weights] | None = None
     _limits: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
@@ -193,6 +174,7 @@ class Bench:
         self, case: Case, device: torch.device, rows: dict[str, Row], deadline: Deadline, tick: Tick
     ) -> None:
         for i, (name, row) in enumerate(rows.items()):
+            self.says(f"Starting {name}")
             out_of_time = self._left <= 0 or (i > 0 and not deadline.left)
             row |= NO_TIME if out_of_time else measure_process(name, case, device)
             tick(1)
@@ -237,6 +219,7 @@ class Bench:
         """Make the method, warm it up and judge it, by the deadline unless it is the first; the row tells what goes
         wrong."""
         kind = known.find(name)
+        self.says(f"Checking {name}")
         if kind.startup_seconds > deadline.left and not first:
             row |= NO_TIME
             return None
@@ -285,6 +268,7 @@ class Bench:
     def _time(self, case: Case, built: dict[str, Built], device: torch.device, deadline: Deadline) -> dict[str, Times]:
         """Rounds in which everybody takes turns: a first token, and behind it a whole generation. In a hurry there may
         be none for whole generations: then the one that was judged has to do."""
+        self.says(f"Timing {', '.join(built)} in turns" if len(built) < 4 else f"Timing {len(built)} methods in turns")
         left = deadline.left
         hurried = left < 3 * sum(one.seconds for one in built.values())
         paired = not hurried and case.kind != "prefill"
@@ -334,48 +318,6 @@ class Bench:
         if need <= free:
             return None
         return f"needs {need:,} bytes, {need - free:,} more than are free: use a smaller batch or model"
-
-
-def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: dict[str, float]) -> Row:
-    """What a row says of a method's times: medians."""
-    kind = known.find(name)
-    case = replace(case, dtype=kind.stored or case.dtype)
-    counted = kind.exact or kind.stored  # others move fewer bytes than the dtype says
-    whole, first = times.whole, times.first
-    row: Row = dict(whole.figures())
-    if case.kind == "prefill":
-        work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
-        row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
-        row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
-        if counted:
-            best = plan.seconds_at_best(case, config, *limits.values())
-            row["percent_of_limit"] = round(100 * best / whole.median, 2)
-        return row
-    row["tokens_per_second"] = round(case.batch * case.new / whole.median, 2)
-    decode = times.decode
-    if case.new > 1 and decode is None:
-        row["unsure"] = UNSURE
-        if case.kind == "decode":
-            del row["tokens_per_second"]
-        return row
-    row["first_token_seconds"] = round(first.median, 7)
-    if decode is not None and case.new > 1:
-        steps = case.new - 1
-        if case.kind == "decode":
-            row["tokens_per_second"] = round(case.batch * steps / decode, 2)
-        row["us_per_token"] = round(1e6 * decode / steps, 3)
-        if counted:
-            row |= decode_rates(case, config, row["us_per_token"], limits["read_gb_s"])
-    return row
-
-
-def decode_rates(case: Case, config: ModelConfig, us_per_token: float, read_gb_s: float) -> Row:
-    """What a step's time means: the bytes that it must move, of the LM head codes (the texts are greedy), in that
-    time, and as a share of what memory can do."""
-    steps = case.new - 1
-    moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps, screened=True)
-    gb_s = moved / steps / us_per_token / 1e3
-    return {"gb_s": round(gb_s, 2), "percent_of_limit": round(100 * gb_s / read_gb_s, 2)}
 
 
 @contextmanager

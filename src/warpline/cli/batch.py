@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from warpline.cli.common import Deterministic, Device, Dtype, RepetitionPenalty, Seed, Temperature, TopK, TopP
+from warpline.cli.common import (
+    NEW_TOKENS,
+    Deterministic,
+    Device,
+    Dtype,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    as_options,
+)
 from warpline.config import EngineConfig, SamplingParams
 from warpline.model.builtin import DEFAULT
 
@@ -23,7 +34,7 @@ def batch(
     ] = DEFAULT,
     column: Annotated[str, typer.Option(help="The field, or column, with the prompt.")] = "prompt",
     max_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "--max-tokens", help="Tokens to generate at most.")
+        int, typer.Option("--max-new-tokens", "--max-tokens", NEW_TOKENS, help="Tokens to generate at most.")
     ] = _SAMPLING.max_tokens,
     temperature: Temperature = _SAMPLING.temperature,
     top_k: TopK = _SAMPLING.top_k,
@@ -33,7 +44,7 @@ def batch(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of text.")] = False,
     seed: Seed = 0,
     replicas: Annotated[
-        str | None, typer.Option(help="So many models at work, by Ray, or auto: pip install 'warpline\\[ray]'.")
+        str | None, typer.Option(help="So many models at work, by Ray, or auto: pip install 'warpline[ray]'.")
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")
@@ -50,10 +61,11 @@ def batch(
     reported in OUT.errors.jsonl."""
     from warpline.scale.batch import generate
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=seed,
-    )  # fmt: skip
+    with as_options(max_tokens="--max-new-tokens"):
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            repetition_penalty=repetition_penalty, stop=tuple(stop or ()), ignore_eos=ignore_eos, seed=seed,
+        )  # fmt: skip
     done = generate(
         prompts, out, model=model, params=params, column=column, replicas=replicas, ray_address=ray_address,
         max_batch=max_batch, device=device, dtype=dtype, executor=executor, threads=threads,

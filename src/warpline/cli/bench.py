@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +12,10 @@ import typer
 
 from warpline.bench.methods.names import INT8, METHODS
 from warpline.bench.workloads import WORKLOADS, Case, Settings, cases
-from warpline.cli.common import Device, chosen, listed, print_table
+from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, Device, chosen, listed, our_name
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, one_of
+from warpline.tables import say, show
 
 #: The defaults have one home: the dataclass.
 _USUAL = Settings(device="auto")
@@ -41,8 +43,10 @@ def bench(
     batch: Annotated[
         str | None, typer.Option(help=f"Sequences, or requests, instead of the workload's. {_HELP}")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help=f"Tokens of the prompt. {_HELP}")] = None,
-    new: Annotated[str | None, typer.Option(help=f"Tokens to generate. {_HELP}")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(PROMPT_TOKENS, "--prompt", help=f"Tokens of the prompt. {_HELP}")
+    ] = None,
+    new: Annotated[str | None, typer.Option(NEW_TOKENS, "--new", help=f"Tokens to generate. {_HELP}")] = None,
     window: Annotated[str | None, typer.Option(help=f"Sliding windows. {_HELP}")] = None,
     device: Device = _USUAL.device,
     repetitions: Annotated[
@@ -64,7 +68,8 @@ def bench(
     charts: Annotated[Path | None, typer.Option(help="Write the charts as PNG into this folder.")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Measure ways to generate text with the same weights. The last line of the output is one JSON object."""
+    """Measure ways to generate text side by side. All have the same weights. Where output is piped, its last line is a
+    JSON object."""
     if words and words[0] == "compare":
         _compare(words[1:], as_json)
         return
@@ -72,7 +77,7 @@ def bench(
     EngineConfig(device=device)
     for name in words or ():
         one_of(name, WORKLOADS, "workload")
-    dtypes = chosen(dtype, WEIGHT_BYTES, "dtype")
+    dtypes = chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")
     if "int8" in dtypes:
         methods, dtypes = _int8(methods, dtypes)
     methods = methods or list(METHODS)
@@ -103,7 +108,8 @@ def bench(
     if all(row["status"] in ("impossible", "missing") for row in rows):
         raise ConfigError(f"nothing could be measured: {rows[0]['why']}")
     _write(rows, csv=csv, md=md, html=html, charts=charts)
-    typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
+    if as_json or not sys.stdout.isatty():
+        typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
     if interrupted:
         raise KeyboardInterrupt
 
@@ -129,20 +135,23 @@ def _run(
     from warpline.progress import progress
 
     bench = Bench(settings)
-    bench.prepare()
+    with progress("Measuring memory"):
+        bench.prepare()
     rows: list[dict[str, Any]] = []
     if not quiet:
         first = {(case.model, case.dtype): case for case in reversed(wanted)}
         for case in reversed(first.values()):
             _print_card(card(read_config(case.model), case, bench.limits(case)["read_gb_s"]))
-    with progress("Measuring", len(wanted) * len(methods)) as advance:
+    with progress("Measuring", len(wanted) * len(methods)) as bar:
+        bench.says = bar.says
         try:
-            for found in bench.run(wanted, methods, advance):
+            for found in bench.run(wanted, methods, bar):
                 rows += found
                 if save is not None:
                     append(save, "bench", found)
                 if not quiet:
-                    _print_case(found)
+                    with bar.hidden():
+                        _print_case(found)
         except KeyboardInterrupt:
             return rows, True
     return rows, False
@@ -206,7 +215,7 @@ def _compare(words: list[str], as_json: bool) -> None:
         rows = [{**asdict(one), "ratio": one.ratio, "verdict": one.verdict} for one in found]
         typer.echo(json.dumps({"differences": rows}))
         return
-    print_table(("case", "method", "before s", "after s", "ratio", "±", "verdict"), [
+    show(("case", "method", "before s", "after s", "ratio", "±", "verdict"), [
         (
             one.case,
             one.method,
@@ -226,13 +235,13 @@ def _print_card(lines: list[tuple[str, str]]) -> None:
 
 
 def _print_case(rows: list[dict[str, Any]]) -> None:
-    from warpline.bench.report import absent, as_case, columns, notes
+    from warpline.bench.report import LEAST, absent, as_case, columns, notes
 
     typer.echo(as_case(rows[0]).label)
     titles, *lines = columns(rows)
     if lines:
-        print_table(titles, lines)
-    typer.echo("".join(f"{note}\n" for note in notes(rows)) + "".join(f"not measured: {who}\n" for who in absent(rows)))
+        show(titles, lines, least=LEAST)
+    say("".join(f"{note}\n" for note in notes(rows)) + "".join(f"not measured: {who}\n" for who in absent(rows)))
 
 
 def _numbers(name: str, text: str | None) -> list[int]:

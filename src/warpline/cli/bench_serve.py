@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import listed, print_table, read_key
+from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, listed, read_key
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
 from warpline.serve.address import address_of
+from warpline.tables import show
 
 if TYPE_CHECKING:
     from warpline.bench.serving.load import Load
@@ -37,8 +39,8 @@ def serve(
     ] = None,
     rate: Annotated[str | None, typer.Option(help=f"Requests per second, at random moments. {_SWEEP}")] = None,
     burstiness: Annotated[float, typer.Option(help="Of --rate: 1 is Poisson, less comes in bursts.")] = 1.0,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    new: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", min=1, help="Tokens of a prompt.")] = 128,
+    new: Annotated[int, typer.Option(NEW_TOKENS, "--new", min=1, help="Tokens of an answer.")] = 128,
     spread: Annotated[float, typer.Option(min=0, help="Unequal lengths: 0.8 is as in real use.")] = 0.0,
     context: Annotated[int, typer.Option(min=8, help="Tokens of prompt and answer at most.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of lengths, words and moments.")] = 0,
@@ -60,7 +62,8 @@ def serve(
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
     """Measure a server: tokens/s, time to the first token (TTFT), time per token after it (TPOT), time of the whole
-    (E2E), in ms, median and p99. The last line of the output is one JSON object."""
+    (E2E), in ms, median and p99. Where output is
+    piped, its last line is a JSON object."""
     from warpline.bench.rows import append
     from warpline.bench.serving.client import Target
     from warpline.bench.serving.figures import goals
@@ -120,7 +123,8 @@ def serve(
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot write {chart}: {error}") from error
     shown = {key: [row[key] for row in rows] for key in ("output_throughput", "median_ttft_ms") if key in rows[0]}
-    typer.echo(json.dumps({"rows": rows} if as_json else {"rows": len(rows), **shown}))
+    if as_json or not sys.stdout.isatty():
+        typer.echo(json.dumps({"rows": rows} if as_json else {"rows": len(rows), **shown}))
     if not any(row["completed"] for row in rows):
         raise ConfigError(f"no request was answered: {next(iter(rows[0]['errors']), 'none was sent')}")
 
@@ -134,7 +138,7 @@ def _command(mock: bool, model: str, device: str, dtype: str) -> list[str]:
 def _print(rows: list[dict[str, Any]]) -> None:
     from warpline.bench.serving.report import TITLES, cells, notes
 
-    print_table(TITLES, [cells(row) for row in rows])
+    show(TITLES, [cells(row) for row in rows], least=("req/s",))
     typer.echo("".join(f"{line}\n" for row in rows for line in notes(row)), nl=False)
 
 

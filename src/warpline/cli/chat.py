@@ -12,11 +12,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpline.cli.common import Device, Dtype, RepetitionPenalty, Seed, Temperature, TopK, TopP, read_key
+from warpline.cli import interrupt
+from warpline.cli.common import (
+    NEW_TOKENS,
+    Device,
+    Dtype,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    as_options,
+    read_key,
+)
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError, WarplineError
 from warpline.hardware import wake_gpu
 from warpline.model.builtin import DEFAULT
+from warpline.progress import progress
 
 if TYPE_CHECKING:
     from warpline.serve.talk import Conversation, Partner
@@ -44,7 +57,9 @@ def chat(
         typer.Option("--write/--talk", help="One text that both write, or turns. What suits the model if not given."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 160,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--max-tokens", NEW_TOKENS, help="Tokens of an answer at most.")
+    ] = 160,
     temperature: Temperature = _SAMPLING.temperature,
     top_k: TopK = _SAMPLING.top_k,
     top_p: TopP = _SAMPLING.top_p,
@@ -62,11 +77,12 @@ def chat(
 ) -> None:
     """Talk to a model. One that knows no conversations goes on with your text instead. Ctrl-C stops an answer, /help
     says what else there is. Lines that are piped in are answered one by one."""
-    params = SamplingParams(
-        max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=stop or (),
-    )  # fmt: skip
-    EngineConfig(device=device, dtype=dtype, threads=threads)
+    with as_options(max_tokens="--max-new-tokens"):
+        params = SamplingParams(
+            max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            repetition_penalty=repetition_penalty, seed=seed, stop=stop or (),
+        )  # fmt: skip
+        EngineConfig(device=device, dtype=dtype, threads=threads)
     if url is not None and (device, dtype, executor, threads, chat_template) != _OF_A_LOCAL_MODEL:
         raise ConfigError("--device, --dtype, --executor, --threads and --chat-template are for a local model")
     if write and system is not None:
@@ -96,8 +112,9 @@ def _local(model: str, device: str, dtype: str, executor: str, threads: int | No
     from warpline.engine.llm import LLM
     from warpline.serve.talk import Local
 
-    llm = LLM(model, device=device, dtype=dtype, executor=executor, threads=threads, max_batch=1)
-    llm.generate([0], SamplingParams(max_tokens=2))  # whatever has to be compiled is, before there is any text
+    with progress(f"Loading {model}"):
+        llm = LLM(model, device=device, dtype=dtype, executor=executor, threads=threads, max_batch=1)
+        llm.generate([0], SamplingParams(max_tokens=2))  # whatever has to be compiled is, before there is any text
     return Local(llm, template)
 
 
@@ -148,6 +165,7 @@ class _Terminal:
             except KeyboardInterrupt:
                 if not self._there:
                     raise
+                interrupt.again()
                 sys.stdout.write("\n")
                 self._dim("/exit or Ctrl-D ends")
                 parts = []
@@ -169,6 +187,7 @@ class _Terminal:
                     first = time.perf_counter()
                 out.write(piece)
         except KeyboardInterrupt:
+            interrupt.again()
             stopped = True
         finally:
             pieces.close()  # type: ignore[attr-defined]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
-def _our_name(dtype: str) -> str:
+def our_name(dtype: str) -> str:
+    """Of a dtype, by whichever name."""
     return _DTYPE_NAMES.get(dtype, dtype)
 
 
@@ -31,14 +33,28 @@ RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens alr
 PresencePenalty = Annotated[float, typer.Option(help="-2 to 2: lowers tokens that the completion has already.")]
 FrequencyPenalty = Annotated[float, typer.Option(help="-2 to 2: the same, for each time that it has them.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+#: Lengths have these names in all verbs, beside those that a verb had first.
+NEW_TOKENS, PROMPT_TOKENS = "--new-tokens", "--prompt-tokens"
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[
-    str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or on a CPU int8.", callback=_our_name)
+    str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or on a CPU int8.", callback=our_name)
 ]
 
 Deterministic = Annotated[
     str, typer.Option(help="off, or batch: no sequence's bits depend on what runs beside it (docs/determinism.md).")
 ]
+
+
+@contextmanager
+def as_options(**renamed: str) -> Iterator[None]:
+    """Settings that are refused are called as the options that gave them: max_tokens is --max-new-tokens."""
+    try:
+        yield
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        if not name.isidentifier() or not rest.startswith("must"):
+            raise
+        raise ConfigError(f"{renamed.get(name, '--' + name.replace('_', '-'))} {rest}") from error
 
 
 class DefaultGroup(TyperGroup):
@@ -77,17 +93,3 @@ def chosen_kernels(names: list[str] | None) -> list[KernelSpec]:
     from warpline.kernels.catalog import CATALOG, find
 
     return [find(name) for name in names] if names else list(CATALOG.values())
-
-
-def print_table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """As wide as the terminal, or as it needs to be where there is none."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*titles, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpline.cli.common import Deterministic
+from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, Deterministic, Device, Dtype
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError
 from warpline.model.builtin import DEFAULT
+from warpline.progress import progress
 
 if TYPE_CHECKING:
     from warpline.engine.check.diff import Dependence, Difference
@@ -29,10 +30,10 @@ def diff(
         str | None, typer.Option("--against", help="The one that is taken to be right; torch if not given.")
     ] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = DEFAULT,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32, fp16, bf16 or auto.")] = "auto",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 …")] = "auto",
-    prompt: Annotated[int, typer.Option("--prompt", help="Tokens that go before.")] = 16,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to decode and compare.")] = 8,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", help="Tokens that go before.")] = 16,
+    tokens: Annotated[int, typer.Option(NEW_TOKENS, "--tokens", help="Tokens to decode and compare.")] = 8,
     batch: Annotated[
         int | None,
         typer.Option("--batch", "-b", help="Sequences side by side; with --alone several sizes if not given."),
@@ -44,13 +45,13 @@ def diff(
     deterministic: Deterministic = _ENGINE.deterministic,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Decode the same random text with two executors and name the first op whose result differs beyond rounding; with
-    --alone, the first op whose bits depend on the batch.
+    """Find the first op in which two executors differ; with --alone, the first whose bits depend on the batch. The same
+    random text is decoded on both sides. Rounding is no difference between executors, but any bit is one with --alone.
 
     Exits with 1 if there is one.
     """
     batches: tuple[int, ...] = BATCHES if alone and batch is None else (1 if batch is None else batch,)
-    for name, value in (("--prompt", prompt), ("--tokens", tokens), ("--batch", batches[0])):
+    for name, value in ((PROMPT_TOKENS, prompt), (NEW_TOKENS, tokens), ("--batch", batches[0])):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
     if alone and against is not None:
@@ -59,11 +60,11 @@ def diff(
 
     import random
 
-    from warpline import LLM
-    from warpline.engine.check import diff as instrument
-    from warpline.progress import progress
+    with progress(f"Loading {model}"):
+        from warpline import LLM
+        from warpline.engine.check import diff as instrument
 
-    ours = LLM(model, **engine | {"executor": executor})
+        ours = LLM(model, **engine | {"executor": executor})
     config = ours.config
     if prompt + tokens >= config.n_positions:
         raise ConfigError(f"{prompt} + {tokens} tokens do not fit into the model's context of {config.n_positions:,}")
@@ -85,7 +86,7 @@ def diff(
             found = instrument.compare(ours.executor, theirs.executor, texts, tokens, lambda: advance(1))
         same = f"no difference beyond rounding in {tokens} tokens of {batches[-1]} x {prompt + tokens}"
     if as_json:
-        typer.echo(json.dumps(None if found is None else asdict(found)))
+        typer.echo(json.dumps({"differs": found is not None, **({} if found is None else asdict(found))}))
     else:
         typer.echo(f"{same}, {ours.dtype}" if found is None else str(found))
     if found is not None:

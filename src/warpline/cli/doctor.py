@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warpline.progress import progress
+from warpline.tables import say, show
+
 if TYPE_CHECKING:
     from warpline.hardware import Device
     from warpline.kernels.choices import Summary
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Say what this machine has and what would make it faster; measures memory bandwidth and remembers it."""
+    """Say what this machine has and lacks. Measures memory bandwidth and remembers it."""
     from warpline import survey
     from warpline.kernels import choices
 
-    found = survey.take()
+    with progress("Measuring memory"):
+        found = survey.take()
     stored = [choices.summary(device.name) for device in found.devices if device.kind == "cuda"]
     slots = [_slots(device, i - 1) for i, device in enumerate(found.devices)]  # the CPU comes first
     if as_json:
@@ -25,28 +29,20 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         typer.echo(json.dumps(found.as_dict() | more, indent=1))
         return
 
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for device in found.devices:
-        table.add_row("GPU" if device.kind == "cuda" else "CPU", _describe(device))
+    rows = [("GPU" if device.kind == "cuda" else "CPU", _describe(device)) for device in found.devices]
     if len(found.devices) == 1:
-        table.add_row("GPU", "none that torch can use")
-    for name, version in found.software.items():
-        table.add_row(name, version or "not found")
-    for one in stored:
-        table.add_row("tuned", _count(one))
+        rows.append(("GPU", "none that torch can use"))
+    rows += [(name, version or "not found") for name, version in found.software.items()]
+    rows += [("tuned", _count(one)) for one in stored]
     for device, counts in zip(found.devices, slots, strict=True):
         known = ", ".join(f"{count} of {model}" for model, count in counts.items())
-        table.add_row("at once", f"{known} on {device.name}, by its free memory; others wait (max_batch changes it)")
-    table.add_row("cache", f"{found.cache_folder} ({found.cache_bytes / 1e6:,.1f} MB)")
-    console = Console(highlight=False)
-    console.print(table)
+        rows.append(("at once", f"{known} on {device.name}, by its free memory; others wait (max_batch changes it)"))
+    rows.append(("cache", f"{found.cache_folder} ({found.cache_bytes / 1e6:,.1f} MB)"))
+    for extra, missing in found.extras.items():
+        rows.append((f"[{extra}]", f"lacks {', '.join(missing)}" if missing else "is there"))
+    show(("", ""), rows)
     for line in found.advice:
-        console.print(f"\n→ {line}", soft_wrap=True)
+        say(f"\n→ {line}")
 
 
 def _describe(device: Device) -> str:

@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
-from warpline.cli.common import chosen, print_table
+from warpline.cli.common import chosen
 from warpline.config import WEIGHT_BYTES
 from warpline.errors import ConfigError
 from warpline.model.builtin import DEFAULT
+from warpline.progress import progress
+from warpline.tables import say, show
 
 #: What is read where no text is given.
 _TEXT = (
@@ -30,7 +32,8 @@ def evaluate(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the text, at most.")] = 2000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Perplexity, bits per character, agreement of the likeliest tokens and divergence from the first dtype."""
+    """Say how well each dtype predicts a text. Perplexity, bits per character, agreement of the likeliest tokens and
+    divergence from the first dtype."""
     dtypes = chosen(dtype, list(WEIGHT_BYTES), "dtype")
     try:
         words = _TEXT if text is None else text.read_text(encoding="utf-8")
@@ -39,18 +42,18 @@ def evaluate(
     if not words.strip():
         raise ConfigError(f"{text} is empty: give a text to predict")
 
-    from warpline import LLM
-    from warpline.engine.check.evaluate import evaluate as compare
-    from warpline.progress import progress
+    with progress(f"Loading {model}"):
+        from warpline import LLM
+        from warpline.engine.check.evaluate import evaluate as compare
 
-    engines = [LLM(model, device=device, dtype=name) for name in dtypes]
+        engines = [LLM(model, device=device, dtype=name) for name in dtypes]
     ids = engines[0].tokenizer.encode(words)[:tokens]
     with progress("Predicting", len(ids)) as advance:
         found = [one.as_dict() for one in compare(engines, [engines[0].tokenizer.decode(ids)], tick=advance)]
     if as_json:
         typer.echo(json.dumps({"model": model, "rows": found}, indent=1))
         return
-    print_table(("dtype", "tokens", "perplexity", "bits per character", "same likeliest token", "KL (nats)"), [
+    show(("dtype", "tokens", "perplexity", "bits per character", "same likeliest token", "KL (nats)"), [
         (
             str(row["dtype"]),
             f"{row['tokens']:,}",
@@ -61,3 +64,5 @@ def evaluate(
         )
         for row in found
     ])  # fmt: skip
+    if text is None:
+        say(f"{found[0]['tokens']} tokens are an impression: --text FILE measures.")

@@ -18,7 +18,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, or int8 (for Warpline alone).")] = "fp16",
 ) -> None:
-    """Write a model as a Hugging Face folder: config, safetensors, tokenizer. `transformers` loads it as it is, unless
+    """Write a model as a Hugging Face folder. Config, safetensors, tokenizer: `transformers` loads it as it is, unless
     its weights are int8."""
     one_of(dtype, WEIGHT_BYTES, "dtype")
 
@@ -28,4 +28,5 @@ def export(
 
     require_empty(folder)
     for path in write(weights.load(model, dtype=dtype), folder):
-        typer.echo(f"{path}  {path.stat().st_size / 1e6:,.1f} MB")
+        size = path.stat().st_size
+        typer.echo(f"{path}  {size / 1e6:,.1f} MB" if size >= 1e5 else f"{path}  {size / 1e3:,.1f} kB")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warpline.cli.common import (
+    NEW_TOKENS,
     Deterministic,
     Device,
     Dtype,
@@ -21,19 +24,23 @@ from warpline.cli.common import (
     Temperature,
     TopK,
     TopP,
+    as_options,
 )
 from warpline.config import EngineConfig, SamplingParams
 from warpline.errors import ConfigError
-from warpline.hardware import wake_gpu
+from warpline.hardware import cache_bytes, wake_gpu
 from warpline.model.builtin import DEFAULT
+from warpline.progress import progress
 
 if TYPE_CHECKING:
     from warpline.engine.llm import LLM
-    from warpline.engine.text import Completion
+    from warpline.engine.text import Completion, Timings
 
 #: The defaults have one home: the dataclasses.
 _SAMPLING = SamplingParams()
 _ENGINE = EngineConfig()
+#: Seconds that nobody calls waiting.
+NOTHING = 0.05
 
 
 def generate(
@@ -46,7 +53,7 @@ def generate(
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
     ] = DEFAULT,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "--max-tokens", help="Tokens to generate at most.")
+        int, typer.Option("--max-new-tokens", "--max-tokens", NEW_TOKENS, help="Tokens to generate at most.")
     ] = _SAMPLING.max_tokens,
     temperature: Temperature = _SAMPLING.temperature,
     top_k: TopK = _SAMPLING.top_k,
@@ -71,38 +78,43 @@ def generate(
 ) -> None:
     """Continue a prompt. Prints the prompt and its continuation, then one line of statistics on stderr."""
     text = _read_prompt(prompt, file)
-    params = SamplingParams(
-        max_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=stop or (),
-        n=n,
-    )
-    # Settings are checked before torch is imported, so that a mistake is answered at once.
-    engine = EngineConfig(
-        device=device, dtype=dtype, executor=executor, window=window, threads=threads, deterministic=deterministic
-    )
+    with as_options(max_tokens="--max-new-tokens"):
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop=stop or (),
+            n=n,
+        )
+        # Settings are checked before torch is imported, so that a mistake is answered at once.
+        engine = EngineConfig(
+            device=device, dtype=dtype, executor=executor, window=window, threads=threads, deterministic=deterministic
+        )
     wake_gpu(device)
 
-    from warpline.engine.llm import LLM
+    with progress(f"Loading {model}"):
+        from warpline.engine.llm import LLM
 
-    llm = LLM(model, **asdict(engine))
+        llm = LLM(model, **asdict(engine))
+    begun = time.perf_counter()
+    llm.executor.ready()  # what is compiled once is no part of the speed
+    waited = time.perf_counter() - begun
     if stream and n == 1 and not as_json:
         completions = [_stream(llm, text, params)]
     else:
         completions = llm.generate(text, params)
         if as_json:
-            _write(json.dumps(_as_object(llm, completions), ensure_ascii=False) + "\n")
+            _write(json.dumps(_as_object(llm, completions, waited), ensure_ascii=False) + "\n")
         else:
             _write("\n".join(_titled(completions)))
     if not as_json:
-        _write_statistics(llm, completions)
+        _write_statistics(_statistics(llm, completions, waited))
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -145,10 +157,10 @@ def _titled(completions: list[Completion]) -> list[str]:
     return [f"--- {c.index + 1} of {len(completions)} ---\n{c.prompt}{c.text}\n" for c in completions]
 
 
-def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
+def _as_object(llm: LLM, completions: list[Completion], waited: float) -> dict[str, Any]:
     first, *others = completions
     timings = completions[0].timings
-    new_tokens = sum(len(c.token_ids) for c in completions)
+    new_tokens, rate = sum(len(c.token_ids) for c in completions), _decode_rate(completions)
     each = [{"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason} for c in completions]
     return {
         **each[0],
@@ -156,7 +168,9 @@ def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "new_tokens": new_tokens,
         "seconds": round(timings.seconds, 6),
         "tokens_per_second": round(new_tokens / timings.seconds, 3),
-        "first_token_seconds": round(first.timings.prefill_seconds, 6),
+        "compile_seconds": round(waited, 6) if waited > NOTHING else 0.0,
+        "first_token_seconds": round(timings.prefill_seconds, 6),
+        "decode_tokens_per_second": None if rate is None else round(rate, 3),
         "seed": first.seed,
         "model": llm.model,
         "executor": llm.executor.described,
@@ -166,22 +180,48 @@ def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
     }
 
 
-def _write_statistics(llm: LLM, completions: list[Completion]) -> None:
-    timings = completions[0].timings
-    tokens = sum(len(c.token_ids) for c in completions)
-    parts = [f"{tokens} tokens in {timings.seconds:.2f} s", f"{tokens / timings.seconds:,.1f} tok/s"]
-    bandwidth = timings.gb_per_second
-    if bandwidth is not None:
+def _decode_rate(completions: list[Completion]) -> float | None:
+    """Tokens per second behind the first of each text."""
+    steps, seconds = sum(max(0, len(c.token_ids) - 1) for c in completions), completions[0].timings.decode_seconds
+    return steps / seconds if steps and seconds else None
+
+
+def _statistics(llm: LLM, completions: list[Completion], waited: float) -> list[str]:
+    """Of prompt, compiler and decode steps each apart, the most important first; what nobody knows is left out."""
+    timings, rate = completions[0].timings, _decode_rate(completions)
+    new, prompt = sum(len(c.token_ids) for c in completions), len(completions[0].prompt_token_ids)
+    parts = [f"{new:,} new" + (f", {rate:,.1f} tok/s" if rate is not None else "")]
+    bandwidth, limit = timings.gb_per_second, llm.device.limit
+    if bandwidth is not None and limit is None:
         parts.append(f"{bandwidth:,.1f} GB/s")
-        limit = llm.device.limit
-        if limit is None:
-            parts.append("% of limit n/a (run 'warpline doctor' once to measure it)")
-        else:
-            parts.append(f"{100 * bandwidth / limit[0]:.0f} % of the {limit[1]} {limit[0]:,.0f} GB/s")
-    parts.append(f"{llm.model}, {llm.dtype}, {llm.executor.described} on {llm.device.name}")
-    line = " · ".join(parts)
-    if sys.stderr is not None:
-        sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")
+    elif bandwidth is not None and limit is not None:
+        parts.append(f"{bandwidth:,.1f} of {limit[0]:,.0f} GB/s" + _beyond(llm, timings, bandwidth / limit[0]))
+    parts.append(f"prompt {prompt:,} in {1e3 * timings.prefill_seconds:,.0f} ms")
+    if waited > NOTHING:
+        parts.append(f"compiled in {waited:.1f} s")
+    return [*parts, f"{llm.model} {llm.dtype}, {llm.executor.described}"]
+
+
+def _beyond(llm: LLM, timings: Timings, share: float) -> str:
+    """Why memory seems to be faster than it is."""
+    if share <= 1:
+        return ""
+    cache = cache_bytes(str(llm.executor.device))
+    fits = cache is not None and timings.decode_bytes / max(1, timings.decode_steps) < cache
+    return " (from caches)" if fits else " (run warpline doctor again)"
+
+
+def _write_statistics(parts: list[str]) -> None:
+    """In one line: what does not fit into the terminal is left out."""
+    if sys.stderr is None:
+        return
+    if not sys.stderr.isatty():
+        sys.stderr.write(" · ".join(parts) + "\n")
+        return
+    width = shutil.get_terminal_size().columns
+    while len(parts) > 1 and len(" · ".join(parts)) > width:
+        parts = parts[:-1]
+    sys.stderr.write(f"\x1b[2m{' · '.join(parts)}\x1b[0m\n")
 
 
 def _write(text: str) -> None:

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from warpline.cli.common import chosen, chosen_kernels, print_table
+from warpline.cli.common import chosen, chosen_kernels
 from warpline.config import DTYPE_BYTES
 from warpline.errors import one_of
 from warpline.hardware import ARCH_LIMITS
+from warpline.tables import show
 
 app = typer.Typer(help="The CUDA kernels: list, compile, time.", no_args_is_help=False)
 
@@ -22,8 +23,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.callback(invoke_without_command=True)
 def kernels(context: typer.Context, as_json: AsJson = False) -> None:
     """List the catalog."""
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        list_(as_json)
+
+
+@app.command("list")
+def list_(as_json: AsJson = False) -> None:
+    """What each kernel does; without a command as well."""
     rows: list[dict[str, Any]] = [
         {
             "name": spec.name,
@@ -37,9 +43,9 @@ def kernels(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("kernel", "what it does", "dtypes", "source"), [
+    show(("kernel", "what it does", "dtypes", "source"), [
         (row["name"], row["summary"], " ".join(row["dtypes"]), row["source"]) for row in rows
-    ])  # fmt: skip
+    ], least=("dtypes", "source"))  # fmt: skip
 
 
 @app.command("compile")
@@ -78,7 +84,7 @@ def compile_(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("kernel", "arch", "registers", "shared B", "spilled B", "compiled in"), [
+    show(("kernel", "arch", "registers", "shared B", "spilled B", "compiled in"), [
         (
             row["kernel"],
             row["arch"],
@@ -121,7 +127,7 @@ def bench_(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "bound", "% of roof", "torch µs", "speed-up"), [
+    show(("kernel", "dtype", "shape", "µs", "GB/s", "TFLOP/s", "bound", "% of roof", "torch µs", "speed-up"), [
         (
             row["kernel"],
             row["dtype"],
@@ -135,4 +141,4 @@ def bench_(
             f"{row['torch_us'] / row['us']:.2f}×",
         )
         for row in rows
-    ])  # fmt: skip
+    ], least=("TFLOP/s", "GB/s", "bound"))  # fmt: skip

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from warpline.cli.common import chosen, print_table
+from warpline.cli.common import chosen
 from warpline.errors import ConfigError
 from warpline.hardware import ARCH_LIMITS
 from warpline.kernels.arguments import Dims
 from warpline.kernels.ladder import LADDERS, find_ladder
 from warpline.kernels.ladder.rung import NOWHERE, Ladder
+from warpline.tables import say, show
 
 #: The oldest GPUs that are supported, and the newest that most people meet.
 _USUAL_ARCHS = "sm_75,sm_90"
@@ -38,7 +39,8 @@ def ladder(
     html: Annotated[Path | None, typer.Option(help="Write one page with tables and pictures.")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Check every rung of a ladder, then time it: what each idea gains over the rung below, and why."""
+    """Climb from a naive kernel to the best. Every rung is checked, then timed: what each idea gains over the rung
+    below, and why."""
     ladders = [find_ladder(name) for name in (LADDERS if "all" in (names or ()) else names or ())]
     if shape is not None and len(ladders) != 1:
         raise ConfigError("--shape is the shape of one ladder: name it")
@@ -86,7 +88,7 @@ def _list(as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("ladder", "rung", "dtype", "source", "why"), [
+    show(("ladder", "rung", "dtype", "source", "why"), [
         (
             str(row["ladder"]),
             f"{row['rung']}{' (aside)' if row['variant'] else ''}",
@@ -95,7 +97,7 @@ def _list(as_json: bool) -> None:
             str(row["why"]),
         )
         for row in rows
-    ])  # fmt: skip
+    ], least=("source", "dtype"), prose="why")  # fmt: skip
 
 
 def _compile(sized: Sequence[tuple[Ladder, Dims]], archs: list[str], as_json: bool) -> None:
@@ -117,9 +119,9 @@ def _compile(sized: Sequence[tuple[Ladder, Dims]], archs: list[str], as_json: bo
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    print_table(("ladder", "rung", "arch", "registers", "shared B", "spilled B", "why"), [
+    show(("ladder", "rung", "arch", "registers", "shared B", "spilled B", "why"), [
         tuple("" if value is None else str(value) for value in row.values()) for row in rows
-    ])  # fmt: skip
+    ], prose="why")  # fmt: skip
 
 
 def _measured(sized: Sequence[tuple[Ladder, Dims]], save: Path | None) -> list[list[dict[str, Any]]]:
@@ -172,5 +174,5 @@ def _show(climbs: list[list[dict[str, Any]]], as_json: bool, html: Path | None) 
     for climb in climbs:
         titles, *lines = report.columns(climb)
         typer.echo(report.title(climb))
-        print_table(titles, lines)
-        typer.echo(report.span(climb) + "\n")
+        show(titles, lines, least=("TFLOP/s", "GB/s", "dtype"), prose="why")
+        say(report.span(climb) + "\n")

@@ -22,6 +22,7 @@ from warpline.cli import (
     export,
     generate,
     hf,
+    interrupt,
     kernels,
     ladder,
     models,
@@ -32,12 +33,13 @@ from warpline.cli import (
 from warpline.cli.common import DefaultGroup
 from warpline.errors import WarplineError
 
-BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
+BAD_INPUT, CLOSED_PIPE = 2, 141
+_COMPLETION = "_WARPLINE_COMPLETE"
 
 app = typer.Typer(
     help="GPT-2 inference at the speed of memory, and the instruments that prove it.",
     no_args_is_help=True,
-    add_completion=False,
+    rich_markup_mode=None,  # a panel gives flags a type, and leaves little room for words at 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
@@ -104,25 +106,30 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(_complain("standard output is closed: there is nowhere to print to"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
-    sys.exit(_run(arguments, debug))
+    code = _run(arguments, debug)
+    interrupt.leave_at_once()
+    sys.exit(code)
 
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
+        if _COMPLETION in os.environ:  # a shell asks how a line could go on
+            app(arguments, prog_name="warpline")
         # Not app(): that would turn interrupts and closed pipes into exit codes of its own.
-        command = typer.main.get_command(app)
-        with command.make_context("warpline", arguments) as context:
-            command.invoke(context)
+        command, code = typer.main.get_command(app), 0
+        try:
+            with command.make_context("warpline", arguments) as context:
+                command.invoke(context)
+        except typer.Exit as done:
+            code = done.exit_code
         sys.stdout.flush()
-        return 0
-    except typer.Exit as done:
-        return done.exit_code
+        return code
     except BrokenPipeError:  # whoever read our output went away, which is no error
         _discard_output()
         return CLOSED_PIPE
     except KeyboardInterrupt:
         sys.stderr.write("\nstopped\n")
-        return INTERRUPTED
+        return interrupt.INTERRUPTED
     except Exception as error:
         message = _explanation(error)
         if message is None or debug:
@@ -142,6 +149,9 @@ def _explanation(error: Exception) -> str | None:
     if explain is None:
         return None
     message = str(explain()).rstrip(".")
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{message}\n")
+        return ""
     path = getattr(getattr(error, "ctx", None), "command_path", "warpline")
     return f"{message}; see {path} --help" if message else ""
 

@@ -10,42 +10,38 @@ import typer
 from warpline.config import FAMILY, ModelConfig
 from warpline.model import builtin, cost, parameters
 from warpline.model.builtin import BUILTIN
+from warpline.tables import say, show
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the models that have a name, with their sizes and the bytes one decoded token must read."""
+    """List the models that have a name. With their sizes and the bytes one decoded token must read."""
     rows = [_row(name, builtin.config(name), None) for name in BUILTIN]
     rows += [_row(name, config, hub_id) for name, (hub_id, config) in FAMILY.items()]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
 
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    table.add_column("name", no_wrap=True)
-    for title in ("layers", "width", "heads", "parameters", "fp32", "fp16"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["name"],
-            str(row["n_layer"]),
-            str(row["n_embd"]),
-            str(row["n_head"]),
-            f"{row['parameters'] / 1e6:,.1f} M",
-            f"{row['bytes_per_token']['fp32'] / 1e6:,.1f}",
-            f"{row['bytes_per_token']['fp16'] / 1e6:,.1f}",
-        )
-    console = Console(highlight=False, markup=False)
-    console.print(table)
-    console.print(
+    show(
+        ("name", "layers", "width", "heads", "parameters", "fp32", "fp16"),
+        [
+            (
+                row["name"],
+                str(row["n_layer"]),
+                str(row["n_embd"]),
+                str(row["n_head"]),
+                f"{row['parameters'] / 1e6:,.1f} M",
+                f"{row['bytes_per_token']['fp32'] / 1e6:,.1f}",
+                f"{row['bytes_per_token']['fp16'] / 1e6:,.1f}",
+            )
+            for row in rows
+        ],
+        least=("heads", "width", "layers"),
+    )
+    say(
         "\nfp32, fp16: MB that one decoded token must read.\n"
         + "".join(f"{name} is built in: {what}.\n" for name, what in BUILTIN.items())
-        + "The others come from the Hugging Face hub (pip install 'warpline[hub]'). Also: a folder, a\n"
-        ".safetensors file, any hub id, or random weights: random:gpt2, random:gpt2-xl,seed=3,\n"
-        "random:n_layer=2,n_head=2,n_embd=128.",
-        soft_wrap=True,
+        + "The others come from the Hugging Face hub. Also: a folder, a .safetensors file, any hub id, or random "
+        "weights: random:gpt2, random:gpt2-xl,seed=3, random:n_layer=2,n_head=2,n_embd=128."
     )
 
 

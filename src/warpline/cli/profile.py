@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warpline.bench.methods.names import METHODS
-from warpline.cli.common import Device, chosen, listed
+from warpline.cli.common import PROMPT_TOKENS, Device, chosen, listed, our_name
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, WarplineError, one_of
 from warpline.profile.session import PHASES, Session, read, save, write
@@ -41,10 +41,11 @@ def profile(
     ] = None,
     device: Device = "auto",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
+    context: Annotated[int, typer.Option(PROMPT_TOKENS, "--context", help="Tokens of the prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 8,
     layers: Annotated[bool, typer.Option("--layers", help="Each layer apart instead of all merged.")] = False,
-    kernels: Annotated[int, typer.Option(min=1, help="Kernels that the table has at most.")] = 20,
+    kernels: Annotated[int, typer.Option(min=1, help="Kernels that the table has at most.")] = 10,
+    shares: Annotated[bool, typer.Option("--shares", help="Model, block, attention, MLP: a table of each.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Project the same work onto another card: t4, a100, h100 …")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the session, or the comparison, as JSON.")] = False,
     session: Annotated[Path | None, typer.Option(help="Write the session to this file (.json or .json.gz).")] = None,
@@ -57,7 +58,8 @@ def profile(
         Path | None, typer.Option("--save", help="Keep the session below this results folder, under its own name.")
     ] = None,
 ) -> None:
-    """Which module, which kernel, which kind of operation takes the time, bound by what, and what to do about it."""
+    """Say where the time goes, and what to do about it. Which module, which kernel, which kind of operation takes the
+    time, bound by what."""
     words = words or []
     files = {"--session": session, "--html": html, "--md": md, "--trace": trace}
     for path in filter(None, files.values()):  # said now, not when everything has been recorded
@@ -67,13 +69,14 @@ def profile(
         _compare(words[1:], as_json, md)
         return
     phases = PHASES if one_of(phase, (*PHASES, _BOTH), "phase") == _BOTH else (phase,)
+    show = partial(_show, as_json=as_json, merge=not layers, gpu=gpu, most=kernels, shares=shares)
     write_all = partial(_write, session=session, html=html, md=md, trace=trace, keep=keep, gpu=gpu)
     if len(words) == 1 and _is_file(words[0]):
         found = read(Path(words[0]))
         found = _only(found, phases) if phase != _BOTH else found
         _check_gpu(gpu, [found.dtype])
         write_all(found)
-        _show(found, as_json, merge=not layers, gpu=gpu, most=kernels)
+        show(found)
         return
     pairs = _pairs(words, dtype)
     wishes = _wishes(pairs, model, device, batch=batch, context=context, steps=steps, phases=phases)
@@ -82,10 +85,10 @@ def profile(
         raise ConfigError(f"{alone[0]} is for one method, not {len(wishes)}: --save keeps several")
     for found in _recorded(wishes):
         write_all(found)
-        _show(found, as_json, merge=not layers, gpu=gpu, most=kernels)
+        show(found)
 
 
-def _show(found: Session, as_json: bool, *, merge: bool, gpu: str | None, most: int) -> None:
+def _show(found: Session, *, as_json: bool, merge: bool, gpu: str | None, most: int, shares: bool) -> None:
     if as_json:
         from warpline.profile.session import dumps
 
@@ -93,7 +96,7 @@ def _show(found: Session, as_json: bool, *, merge: bool, gpu: str | None, most: 
         return
     from warpline.profile.render import console
 
-    console.show(found, merge=merge, gpu=gpu, most=most)
+    console.show(found, merge=merge, gpu=gpu, most=most, shares=shares)
 
 
 def _check_gpu(gpu: str | None, dtypes: list[str]) -> None:
@@ -117,12 +120,12 @@ def _only(session: Session, phases: tuple[str, ...]) -> Session:
 
 def _pairs(words: list[str], dtype: str | None) -> list[tuple[str, str | None]]:
     """Methods and their dtypes: "naive:fp32" has its own, others have those of --dtype, or none."""
-    shared: list[str | None] = [*chosen(dtype, WEIGHT_BYTES, "dtype")] or [None]
+    shared: list[str | None] = [*chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")] or [None]
     found: list[tuple[str, str | None]] = []
     for word in listed(",".join(words)) or ["torch"]:
         method, _, own = word.partition(":")
         one_of(method, METHODS, "method")
-        found += [(method, one) for one in ([one_of(own, WEIGHT_BYTES, "dtype")] if own else shared)]
+        found += [(method, one) for one in ([one_of(our_name(own), WEIGHT_BYTES, "dtype")] if own else shared)]
     return list(dict.fromkeys(found))
 
 

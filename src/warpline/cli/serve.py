@@ -54,14 +54,14 @@ def serve(
     deterministic: Deterministic = _ENGINE.deterministic,
     replicas: Annotated[
         str | None,
-        typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline\\[ray]'."),
+        typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline[ray]'."),
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Serve a model: OpenAI's API at /v1, a page at /, Prometheus' metrics at /metrics."""
+    """Serve a model over HTTP. OpenAI's API at /v1, a page at /, Prometheus' metrics at /metrics."""
     log = logging.getLogger("warpline")
     log.setLevel(min(log.level, getattr(logging, one_of(log_level, LEVELS, "log level").upper())))  # --debug says all
     for name in ("uvicorn", "asyncio"):

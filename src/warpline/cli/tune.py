@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import chosen, chosen_kernels, print_table
+from warpline.cli.common import chosen, chosen_kernels
 from warpline.config import DTYPE_BYTES
 from warpline.errors import ConfigError
 from warpline.hardware import ARCH_LIMITS, KNOWN_GPUS, Device, known_gpu
+from warpline.tables import say, show
 
 if TYPE_CHECKING:
     from warpline.tune.candidates import Case
@@ -137,10 +138,10 @@ def _show(rows: list[dict[str, Any]], as_json: bool, picture: Path | None) -> No
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
         return
-    print_table(report.TITLES, [report.line(row) for row in rows])
+    show(report.TITLES, [report.line(row) for row in rows], least=report.LEAST)
     for line in report.failures(rows):
-        typer.echo(f"failed: {line}")
-    typer.echo(report.summary(rows))
+        say(f"failed: {line}")
+    say(report.summary(rows))
 
 
 def _list(found: list[Case], minutes: float, as_json: bool) -> None:
@@ -154,7 +155,7 @@ def _list(found: list[Case], minutes: float, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"arch": found[0].arch if found else None, "cases": lists, "note": needs}))
         return
-    print_table(("kernel", "dtype", "shape", "default", "candidates", "pruned", "left out", "why pruned"), [
+    show(("kernel", "dtype", "shape", "default", "candidates", "pruned", "left out", "why pruned"), [
         (
             row["kernel"],
             row["dtype"],
@@ -166,6 +167,6 @@ def _list(found: list[Case], minutes: float, as_json: bool) -> None:
             "; ".join(f"{count} {why}" for why, count in row["pruned"].items()),
         )
         for row in lists
-    ])  # fmt: skip
+    ], least=("left out", "default"), prose="why pruned")  # fmt: skip
     total = sum(len(row["candidates"]) for row in lists)
-    typer.echo(f"{total:,} candidates of {len(lists)} cases compiled for {found[0].arch if found else 'n/a'}; {needs}")
+    say(f"{total:,} candidates of {len(lists)} cases compiled for {found[0].arch if found else 'n/a'}; {needs}")

@@ -118,6 +118,10 @@ class LLM:
         self._worker = Worker(self.engine)
         self._seeds = random.Random()  # seeded by the system; for requests without a seed
 
+    def __repr__(self) -> str:
+        device = str(self.executor.device)
+        return f"LLM({self.model!r}, device={device!r}, dtype={self.dtype!r}, executor={self.executor.name!r})"
+
     def warm_up(self) -> None:
         """Take memory, compile and capture now, so that no request waits for it. A server calls this before it takes
         requests; where every size is new to a GPU it takes tens of seconds, else a few."""
@@ -179,6 +183,8 @@ class LLM:
 
         The tokens go through the executor's own decode steps, so this measures what generates.
         """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise ConfigError("score takes a list of texts: [text] for one")
         (end,) = self.tokenizer.encode(END_OF_TEXT, special=True)
         params = SamplingParams(temperature=0, ignore_eos=True, logprobs=0)
         jobs = []
@@ -339,6 +345,7 @@ class Stream:
         self._pieces.close()
 
     def _run(self, llm: LLM, job: Job, text: Text, given: str | None) -> Generator[str, None, None]:
+        llm.executor.ready()  # so that no reader waits in the middle of a sentence
         llm.engine.submit([job])
         try:
             while not job.finished:
@@ -361,6 +368,8 @@ def _changes(job: Job, text: Text) -> Callable[[], bool]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, np.ndarray | torch.Tensor):
         return [prompts] if prompts.ndim == 1 else list(prompts)
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"a prompt is a text or a list of token ids, not {prompts!r:.40}")
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))

@@ -39,5 +39,7 @@ class Report:
         lines.append(f"  logits moved by at most {self.difference:.3g} ({limits})")
         if self.fast_math_difference is not None:
             lines.append(f"  with fast_math by at most {self.fast_math_difference:.3g}")
+        if self.dtype not in ("float32", "fp32"):
+            lines.append("  in half precision texts can part where two tokens are as likely as each other")
         lines += [f"  generate  {count} × {outcome}" for outcome, count in self.calls.items()]
         return "\n".join(lines)

@@ -52,6 +52,10 @@ def _fill(folder: Path, weights: Weights) -> None:
     (folder / "config.json").write_text(json.dumps(weights.config.to_hf(), indent=2) + "\n", encoding="utf-8")
     name = FILE if "wte.weight" + SCALE in weights.tensors else "model.safetensors"
     save_file(checkpoint(weights), folder / name, metadata={"format": "pt"})
+    (folder / name).chmod((folder / "config.json").stat().st_mode)  # it is made for its owner alone
+    if (end := weights.config.eos_token_id) is not None:
+        ends = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
+        (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
     own = [path for name in FILES for path in sorted(weights.folder.glob(name))] if weights.folder is not None else []
     for path in own:
         shutil.copy(path, folder / path.name)

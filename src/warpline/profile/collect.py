@@ -13,16 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from warpline import hardware
 from warpline.bench import methods
+from warpline.bench.figures import Times
 from warpline.bench.methods.base import Method
+from warpline.bench.methods.names import CHOSEN
 from warpline.bench.protocol import Sample, interleave
-from warpline.bench.run import Bench, Times, tidy
+from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
 from warpline.errors import ConfigError
-from warpline.model.weights import read_config
+from warpline.model import cost
+from warpline.model.weights import Weights, read_config
 from warpline.profile import stamps
 from warpline.profile.events import Aggregate, Event, aggregate
 from warpline.profile.instruments import Mark, Span, naming_loops, reason_against, sequencer_of, watched
@@ -117,6 +121,8 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
             tick(1)
         notes = tuple(dict.fromkeys(recorder.notes))
         del recorder
+        if device.type == "cpu" and wish.method not in CHOSEN:
+            phases = _beside_ours(phases, weights, prompts, wish, limits["read_gb_s"])
     finally:
         method.close()
         del method
@@ -136,6 +142,28 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
         phases=tuple(phases),
         notes=notes,
     )
+
+
+def _beside_ours(phases: list[Phase], weights: Weights, prompts: Tensor, wish: Wish, read_gb_s: float) -> list[Phase]:
+    """With what the same steps take of the executor that this machine would choose; left out where noise makes that
+    less than its bytes need."""
+    kind, case = methods.find("cpu"), wish.case
+    if kind.obstacle(case, prompts.device) is not None:
+        return phases
+    ours = kind(weights, case, prompts.device)
+    given = ours.given(prompts)
+    try:
+        ours.generate(given, case.new)
+        recorder = _Recorder(ours, given, wish)
+        moved = cost.decode(weights.config, case.dtype, batch=case.batch, context=case.prompt, screened=True)
+        least = cost.total_bytes(moved) / read_gb_s / 1e3
+        times = [recorder._plain(phase.name) for phase in phases]
+        return [
+            replace(phase, cpu_us=us if us is not None and us > least else None)
+            for phase, us in zip(phases, times, strict=True)
+        ]
+    finally:
+        ours.close()
 
 
 @dataclass(slots=True)

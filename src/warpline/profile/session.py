@@ -98,6 +98,7 @@ class Phase:
     fastest_us: float
     slowest_us: float
     plain_us: float  # of a step when nobody records
+    cpu_us: float | None = None  # the same of the cpu executor, where that would run here instead
     work: Work
     spans: tuple[SpanRow, ...]
     kernels: tuple[KernelRow, ...] = ()
@@ -196,6 +197,7 @@ def dumps(session: Session) -> str:
             | times
             | {
                 "work": asdict(phase.work),
+                **({} if phase.cpu_us is None else {"cpu_us": _short(phase.cpu_us)}),
                 "launches": {name: _short(value) for name, value in asdict(phase.launches).items()},
                 "spans": [[word(r.path), _short(r.busy_us), _short(r.gap_us), _short(r.calls)] for r in phase.spans],
                 "kernels": [
@@ -278,6 +280,7 @@ def _phase(raw: dict[str, Any], words: list[Any]) -> Phase:
         fastest_us=_positive(raw["fastest_us"]),
         slowest_us=_positive(raw["slowest_us"]),
         plain_us=_positive(raw["plain_us"]),
+        cpu_us=_positive(raw["cpu_us"]) if "cpu_us" in raw else None,
         work=Work(**raw["work"]),
         spans=tuple(SpanRow(words[p], float(b), float(g), float(c)) for p, b, g, c in raw["spans"]),
         kernels=tuple(KernelRow(words[n], words[p], float(c), float(u), float(d)) for n, p, c, u, d in raw["kernels"]),

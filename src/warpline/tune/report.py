@@ -20,6 +20,8 @@ TITLES = (
     *("kernel", "dtype", "shape", "launches", "default", "µs", "best", "µs", "gain"),
     *("tried", "failed", "pruned", "left out"),
 )
+#: Columns that a narrow table can do without, the first of them first.
+LEAST = ("pruned", "tried", "left out", "failed", "default", "µs", "launches")
 
 
 def rows(results: Sequence[Result], origin: Row) -> list[Row]:
@@ -60,13 +62,18 @@ def _row(result: Result) -> Row:
 
 
 def read(path: Path) -> list[Row]:
-    """The newest row of each case in a file of them, or in a folder that has one."""
-    file = path / "tune.jsonl" if path.is_dir() else path
+    """The newest row of each case in a file of them, or in all below a folder."""
+    files = sorted(path.rglob("tune.jsonl")) if path.is_dir() else [path]
+    file = path
     try:
-        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
-        return newest(found)
+        lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
+        if not lines:
+            raise FileNotFoundError
+        return newest([json.loads(line) for line in lines])
     except FileNotFoundError:
-        raise ConfigError(f"there is no {file}: name a tune.jsonl that 'warpline tune --save' has written") from None
+        raise ConfigError(
+            f"there is no sweep in {path}: name a tune.jsonl that 'warpline tune --save' has written, or its folder"
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not what 'warpline tune --save' writes: {error}") from error
 

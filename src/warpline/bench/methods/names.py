@@ -30,5 +30,9 @@ METHODS = {
 HEADLINE, BASELINE = "warpline", "naive"
 #: Those with int8 weights; `--dtype int8` means them.
 INT8 = ("warpline-int8", "cpu-int8", "ctranslate2-int8")
+#: The model as one writes it first: what others are compared with, and no peer of theirs.
+NAIVE = ("naive", "naive-compile")
+#: What `auto` chooses, and the public call, which is on it.
+CHOSEN = ("warpline", "warpline-int8", "cpu", "cpu-int8", "persistent", "graph")
 #: Those that are ours to be proud of, or not.
 OURS = ("warpline", "warpline-int8", "torch", "torch-compile", "cpu", "cpu-int8", "kernels", "graph", "persistent")

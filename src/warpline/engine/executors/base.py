@@ -57,6 +57,9 @@ class Executor(ABC):
     def begin(cls, config: ModelConfig, dtype: str) -> None:
         """Begin what takes long and needs no weights, which may be loaded meanwhile."""
 
+    def ready(self) -> None:  # noqa: B027
+        """Wait for what `begin` began."""
+
     def set_up(self, asked: EngineConfig, model: str) -> None:
         """What holds for all sequences, before the first."""
         self.invariant = asked.deterministic == "batch"

@@ -17,7 +17,6 @@ os.environ |= {"NUMBA_OPT": "0", "NUMBA_LOOP_VECTORIZE": "0"}
 import llvmlite.binding as llvm
 import numpy as np
 from numba import cfunc, types
-from numba.core import event
 
 from warpline.kernels.cpu import machine
 from warpline.kernels.cpu.decode import program
@@ -27,22 +26,10 @@ from warpline.kernels.cpu.machine import ENTRY, target
 SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
 
 
-class _Ticks(event.Listener):  # type: ignore[misc]
-    """A byte on standard error for every function."""
-
-    def on_start(self, event: object) -> None:
-        pass
-
-    def on_end(self, event: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # no process waits any more; the next one finds the file
-            os.write(2, b".")
-
-
 def lowered(stored: str, cached: str, activation: str) -> str:
     """LLVM's language, not optimised."""
-    with event.install_listener("numba:compile", _Ticks()):
-        function = program(SEEN[stored], SEEN[cached], activation)
-        made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(function)
+    function = program(SEEN[stored], SEEN[cached], activation)
+    made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(function)
     return str(made.inspect_llvm()).replace(made.native_name, ENTRY)
 
 
@@ -63,6 +50,6 @@ if __name__ == "__main__":
     code = optimised(lowered(*sys.argv[2:]))
     with contextlib.suppress(OSError):  # the process that asked for it sees that it is not there, and says so
         machine.keep(Path(sys.argv[1]), code)
-    os.close(2)  # so that a reader of both knows when to turn to the other
-    with contextlib.suppress(BrokenPipeError):
-        os.write(1, code)
+    with contextlib.suppress(BrokenPipeError):  # no process waits any more; the next one finds the file
+        sys.stdout.buffer.write(code)
+        sys.stdout.buffer.flush()

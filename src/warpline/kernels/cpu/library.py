@@ -85,15 +85,9 @@ class Build:
             )
 
     def _wait(self, compiler: subprocess.Popen[bytes]) -> bytes:
-        assert compiler.stderr is not None
-        assert compiler.stdout is not None
-        said = b""
-        with progress("Compiling for this CPU (once)", machine.PARTS) as advance, compiler:
-            while piece := compiler.stderr.read1(1 << 12):  # type: ignore[attr-defined]
-                said += piece
-                advance(piece.count(b"."))
-            code = compiler.stdout.read()  # which begins where the other ends
-            if compiler.wait() != 0:
-                reason = said.decode(errors="replace").strip(".\n").splitlines()[-1:] or ["no reason given"]
-                raise KernelError(f"compiling for this CPU failed ({reason[0]}): use --executor torch")
-            return code
+        with progress("Compiling for this CPU (once)"), compiler:
+            code, said = compiler.communicate()
+        if compiler.returncode != 0:
+            reason = said.decode(errors="replace").strip().splitlines()[-1:] or ["no reason given"]
+            raise KernelError(f"compiling for this CPU failed ({reason[0]}): use --executor torch")
+        return code

@@ -1,83 +1,89 @@
-"""A session in the terminal: a tree of modules with bars, and tables."""
+"""A session in the terminal: a tree of modules with bars, and tables, the verdict last, where it is still seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
-
+from warpline import tables
 from warpline.profile import tree
 from warpline.profile.compare import Comparison
 from warpline.profile.render import sections as s
 from warpline.profile.session import Phase, Session
 
 _BAR = 20
+#: Columns that a narrow table can do without, the first of them first.
+LEAST = (
+    *("calls/layer", "mean µs", "class", "calls/step", "TFLOP/s", "GFLOP", "FLOP/B", "waiting", "MB"),
+    *("of it waiting µs", "difference"),
+)
 
 
-def show(session: Session, *, merge: bool = True, gpu: str | None = None, most: int | None = s.MOST_KERNELS) -> None:
-    """Print everything."""
-    out = _console()
-    out.print(Text(s.heading(session), style="bold"))
+def show(
+    session: Session,
+    *,
+    merge: bool = True,
+    gpu: str | None = None,
+    most: int | None = s.MOST_KERNELS,
+    shares: bool = False,
+) -> None:
+    """Print everything; the `shares` of each part's parts, which the tree has as well, if they are asked for."""
+    _title(s.heading(session))
     for note in session.notes:
-        out.print(Text(f"note: {note}"))
+        tables.say(f"note: {note}")
     for phase in session.phases:
-        for section in s.phase_sections(session, phase, merge=merge, gpu=gpu, most=most):
-            out.print()
-            out.print(Text(section.title, style="bold"))
-            out.print(modules(phase, merge=merge) if section.title == "Modules" else _section(section))
+        found = s.phase_sections(session, phase, merge=merge, gpu=gpu, most=most)
+        kept = [one for one in found if shares or not one.title.startswith(s.SHARES)]
+        for section in [
+            *(one for one in kept if one.title != s.VERDICT),
+            *(one for one in kept if one.title == s.VERDICT),
+        ]:
+            sys.stdout.write("\n")
+            if section.title == "Modules":
+                _title(section.title)
+                sys.stdout.write("\n".join(modules(phase, merge=merge, width=tables.columns())) + "\n")
+            else:
+                _section(section)
 
 
 def show_comparison(found: Sequence[Comparison]) -> None:
     """Print before and after."""
-    out = _console()
     for one in found:
         for section in s.compared(one):
-            out.print(Text(section.title, style="bold"))
-            out.print(_section(section))
+            _section(section)
 
 
-def _console() -> Console:
-    """As wide as the terminal, or as it needs to be where there is none."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200
-    return console
+def _title(text: str) -> None:
+    tables.say(text, bold=True)
 
 
-def modules(phase: Phase, *, merge: bool = True) -> RenderableType:
+def _section(section: s.Section) -> None:
+    _title(section.title)
+    if section.rows:
+        tables.show(section.columns, section.rows, least=LEAST)
+    if section.text:
+        tables.say(section.text)
+
+
+def modules(phase: Phase, *, merge: bool = True, width: int | None = None) -> list[str]:
     """The tree, each module with its time, its share and a bar."""
     root = tree.build(phase, merge=merge)
-    drawn = Tree(_label(root, root))
-    _grow(drawn, root, root)
-    return drawn
+    lines = [(root.name, root), *_branches(root, "")]
+    name = max(len(drawn) for drawn, _ in lines)
+    figures = max(len(f"{root.us:,.1f}"), 4)
+    bar = _BAR if width is None else max(0, min(_BAR, width - name - figures - 15))
+    found = []
+    for drawn, node in lines:
+        share = node.share_of(root)
+        waiting = f" {node.gap_us:,.0f} waiting" if node.gap_us > 0.005 * root.us else ""
+        line = f"{drawn:<{name}}  {node.us:>{figures},.1f} µs {100 * share:>5.1f} % {'█' * round(bar * share)}".rstrip()
+        found.append(line + waiting if width is None or len(line + waiting) <= width else line)
+    return found
 
 
-def _grow(drawn: Tree, node: tree.Node, root: tree.Node) -> None:
-    for child in node.children.values():
-        _grow(drawn.add(_label(child, root)), child, root)
-
-
-def _label(node: tree.Node, root: tree.Node) -> Text:
-    share = node.share_of(root)
-    waiting = f", {node.gap_us:,.0f} waiting" if node.gap_us > 0.005 * root.us else ""
-    text = Text(f"{node.name}  ")
-    text.append(f"{node.us:,.1f} µs {100 * share:.1f} %{waiting} ", style="cyan")
-    text.append("█" * round(_BAR * share), style="yellow")
-    return text
-
-
-def _section(section: s.Section) -> RenderableType:
-    parts: list[RenderableType] = []
-    if section.rows:
-        drawn = Table(box=None, header_style="bold")
-        for i, title in enumerate(section.columns):
-            drawn.add_column(title, justify="left" if i == 0 or not any(section.columns) else "right")
-        for row in section.rows:
-            drawn.add_row(*row)
-        parts.append(drawn)
-    if section.text:
-        parts.append(Text(section.text))
-    return Group(*parts)
+def _branches(node: tree.Node, before: str) -> Iterator[tuple[str, tree.Node]]:
+    """What is below a module, each name behind the lines that lead to it."""
+    for i, child in enumerate(node.children.values(), 1):
+        last = i == len(node.children)
+        yield before + ("└─ " if last else "├─ ") + child.name, child
+        yield from _branches(child, before + ("   " if last else "│  "))

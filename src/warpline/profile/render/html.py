@@ -47,6 +47,10 @@ def _phase(session: Session, phase: Phase, gpu: str | None) -> list[str]:
     shares = [found.pop(title) for title in list(found) if title.startswith("Shares of")]
     parts = [
         f"<h2>{_safe(phase.name)}</h2><p class='verdict'>{_safe(verdict.text)}</p>{_table(figures, 'plain')}",
+        f"<p><input class='search' type='search' placeholder='search modules and kernels' data-for='{phase.name}' "
+        f"aria-label='search'> <output class='soft' id='found-{phase.name}'></output></p>",
+        "<h3>Flame graph</h3>",
+        _flame(phase),
         "<h3>One step on the timeline</h3>",
         _timeline(phase),
         "<h3>Modules, layers merged</h3>",
@@ -54,8 +58,9 @@ def _phase(session: Session, phase: Phase, gpu: str | None) -> list[str]:
         f"<details><summary>Each layer apart</summary>{_tree(phase, merge=False)}</details>",
         "<div class='grid'>",
         *(f"<div><h3>{_safe(one.title)}</h3>{_table(one)}</div>" for one in shares),
-        "</div><h3>Roofline</h3>",
+        "</div><h3>Roofline</h3><div class='wide'>",
         roofline(session, phase),
+        "</div>",
     ]
     for section in found.values():
         parts.append(f"<h3>{_safe(section.title)}</h3>{_table(section, 'sortable')}")
@@ -92,9 +97,26 @@ def _node(node: tree.Node, root: tree.Node, *, deep: bool) -> str:
     return f"<details{is_open}><summary>{row}</summary>{inside}</details>"
 
 
+def _flame(phase: Phase) -> str:
+    """The tree as boxes within boxes, each as wide as its time; the script draws them."""
+    name = f"flame-{phase.name}"
+    data = json.dumps(_boxes(tree.build(phase, merge=False)), separators=(",", ":")).replace("</", "<\\/")
+    return (
+        f"<div class='flame' data-source='{name}' role='img' aria-label='flame graph of {phase.name}'></div>"
+        f"<script type='application/json' id='{name}'>{data}</script>"
+        "<p class='soft'>A box is as wide as its time, its parts stand below it. A click on a box shows it alone.</p>"
+    )
+
+
+def _boxes(node: tree.Node) -> list[object]:
+    """Name, µs, of them waiting, and parts."""
+    parts = [_boxes(child) for child in node.children.values()]
+    return [node.name, round(node.us, 2), round(node.gap_us, 2), parts]
+
+
 def _timeline(phase: Phase) -> str:
-    """Moments of the first step as data; the script draws them. Red is where nothing ran, from the step's begin on the
-    device to its end: what a host does for a GPU that is behind lies before that."""
+    """Moments of the first step as data; the script draws them. Hatched is where nothing ran, from the step's begin on
+    the device to its end: what a host does for a GPU that is behind lies before that."""
     step = next((m for m in phase.timeline if m.track == "step"), None)
     if step is None:
         return "<p class='soft'>This session was kept without its timeline.</p>"
@@ -109,5 +131,12 @@ def _timeline(phase: Phase) -> str:
     return (
         f"<canvas class='timeline' data-source='{name}' role='img' aria-label='one {phase.name} step'></canvas>"
         f"<script type='application/json' id='{name}'>{data}</script>"
-        "<p class='soft'>Red is where nothing ran. The wheel zooms, dragging moves, a double click shows all.</p>"
+        f"<p class='soft'>{_legend(rows)} Hatched: nothing ran. The wheel with Ctrl or Shift zooms, dragging moves, a "
+        "double click shows all.</p>"
     )
+
+
+def _legend(rows: list[tuple[str, str, str, float, float, str, int]]) -> str:
+    """The classes that the timeline has, in their colours, which are the style's."""
+    kinds = dict.fromkeys(kind for track, _, _, _, _, kind, _ in rows if track in ("host", "gpu"))
+    return " ".join(f"<span class='kind kind-{_safe(kind)}'>{_safe(kind)}</span>" for kind in kinds)

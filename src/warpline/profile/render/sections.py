@@ -14,6 +14,8 @@ from warpline.profile.verdict import verdict
 
 #: Kernels that a table has, unless all are asked for; how much of a name it shows.
 MOST_KERNELS, MOST_LETTERS = 20, 60
+#: Titles by which sections are known.
+VERDICT, SHARES = "Verdict", "Shares of the"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def four_tables(phase: Phase) -> list[Section]:
     """Model, block, attention, MLP: the share of each part."""
     return [
         Section(
-            f"Shares of the {table.title} ({table.us:,.1f} µs)",
+            f"{SHARES} {table.title} ({table.us:,.1f} µs)",
             (table.title, "µs", "%"),
             tuple((name, f"{us:,.1f}", f"{100 * share:.1f}") for name, us, share in table.rows),
         )
@@ -202,7 +204,7 @@ def phase_sections(
     """Everything about a phase, in order."""
     found = [
         summary(session, phase),
-        Section("Verdict", text=verdict(session, phase)),
+        Section(VERDICT, text=verdict(session, phase)),
         modules(phase, merge=merge),
         *four_tables(phase),
         by_class(session, phase),

@@ -96,6 +96,10 @@ class CpuExecutor(Executor):
         """Compile, on another core."""
         _program(config, dtype)
 
+    def ready(self) -> None:
+        """Wait for the compiler."""
+        self._program.function()
+
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
         """Layers through BLAS, or through the compiled stages where tokens are few; then the head and the choice as in

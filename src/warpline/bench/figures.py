@@ -1,0 +1,78 @@
+"""What a row says of measured times: medians, rates, and shares of what the machine can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from warpline.bench import methods as known
+from warpline.bench import plan
+from warpline.bench.protocol import Sample
+from warpline.bench.workloads import Case
+from warpline.config import ModelConfig
+from warpline.model import cost
+
+Row = dict[str, Any]
+
+#: What a row says whose time from the first token to the last is smaller than the noise.
+UNSURE = "the time from first to last token is less than the noise: more --repetitions, or more tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """First tokens and whole generations: where there are as many, each right before its generation."""
+
+    first: Sample
+    whole: Sample
+
+    @property
+    def decode(self) -> float | None:
+        """Seconds from the first token to the last: the median over pairs, which share what the machine did then.
+        None where noise exceeds it, so that a first token would come behind the last."""
+        firsts, wholes = self.first.seconds, self.whole.seconds
+        if len(firsts) != len(wholes):
+            firsts = (self.first.median,) * len(wholes)
+        decode = Sample(tuple(whole - first for first, whole in zip(firsts, wholes, strict=True))).median
+        return decode if decode > 1e-6 and self.first.median < self.whole.median else None
+
+
+def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: dict[str, float]) -> Row:
+    """What a row says of a method's times: medians."""
+    kind = known.find(name)
+    case = replace(case, dtype=kind.stored or case.dtype)
+    counted = kind.exact or kind.stored  # others move fewer bytes than the dtype says
+    whole, first = times.whole, times.first
+    row: Row = dict(whole.figures())
+    if case.kind == "prefill":
+        work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
+        row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
+        row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
+        if counted:
+            best = plan.seconds_at_best(case, config, *limits.values())
+            row["percent_of_limit"] = round(100 * best / whole.median, 2)
+        return row
+    row["tokens_per_second"] = round(case.batch * case.new / whole.median, 2)
+    decode = times.decode
+    if case.new > 1 and decode is None:
+        row["unsure"] = UNSURE
+        if case.kind == "decode":
+            del row["tokens_per_second"]
+        return row
+    row["first_token_seconds"] = round(first.median, 7)
+    if decode is not None and case.new > 1:
+        steps = case.new - 1
+        if case.kind == "decode":
+            row["tokens_per_second"] = round(case.batch * steps / decode, 2)
+        row["us_per_token"] = round(1e6 * decode / steps, 3)
+        if counted:
+            row |= decode_rates(case, config, row["us_per_token"], limits["read_gb_s"])
+    return row
+
+
+def decode_rates(case: Case, config: ModelConfig, us_per_token: float, read_gb_s: float) -> Row:
+    """What a step's time means: the bytes that it must move, of the LM head codes (the texts are greedy), in that
+    time, and as a share of what memory can do."""
+    steps = case.new - 1
+    moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps, screened=True)
+    gb_s = moved / steps / us_per_token / 1e3
+    return {"gb_s": round(gb_s, 2), "percent_of_limit": round(100 * gb_s / read_gb_s, 2)}

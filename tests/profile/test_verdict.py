@@ -1,0 +1,46 @@
+"""What the verdict names first, of sessions whose answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.profile.conftest import made_up
+from warpline.profile.session import Session, Work, dumps, loads
+from warpline.profile.verdict import findings, verdict
+
+
+def with_logits(count: int, cpu_us: float | None = None) -> Session:
+    """A prompt whose head computes so many positions, on a CPU."""
+    work = Work(128, 0, count, naive=False)
+    session = made_up(name="prefill", kind="cpu", change={("LM head",): 900.0}, work=work, tflop_s=1.0, read_gb_s=50.0)
+    return replace(session, phases=(replace(session.phases[0], cpu_us=cpu_us),))
+
+
+def test_the_head_over_all_positions_is_the_largest_lever() -> None:
+    session = with_logits(128)
+    best = findings(session, session.phases[0])[0]
+    assert best.kind == "logits of all positions"
+    assert best.saved_us == pytest.approx(900 * 127 / 128, rel=0.01)
+    assert "all 128 positions" in verdict(session, session.phases[0])
+    one = with_logits(1)
+    assert "logits of all positions" not in [found.kind for found in findings(one, one.phases[0])]
+
+
+def test_an_executor_that_is_faster_is_named_first_and_kept() -> None:
+    session = with_logits(128, cpu_us=50.0)
+    phase = session.phases[0]
+    assert findings(session, phase)[0].kind == "another executor"
+    assert "--executor cpu" in verdict(session, phase)
+    assert "Behind that: logits of all positions" in verdict(session, phase)
+    assert loads(dumps(session)).phases[0].cpu_us == 50.0
+    slower = with_logits(128, cpu_us=1e6)
+    assert "another executor" not in [found.kind for found in findings(slower, slower.phases[0])]
+
+
+def test_the_verdict_says_whose_time_it_takes() -> None:
+    session = with_logits(1)
+    noisy = replace(session.phases[0], plain_us=2 * session.phases[0].step_us)
+    assert "as recorded, which noise made shorter" in verdict(session, noisy)
+    assert "as recorded" not in verdict(session, session.phases[0])

@@ -1,0 +1,196 @@
+"""Do the tests notice? Operators of the package are swapped, drawn with a seed, each swap tried against the tests that
+are nearest to its file: `make mutants` (a swap takes up to minutes; not part of CI).
+
+What no test notices is printed with its place. A test that fails counts if it passes without the swap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "warpline"
+#: An operator's source, and what it becomes.
+SWAPS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
+}  # fmt: skip
+#: What is not run by tests of a machine without a GPU, or is no code of its own.
+SKIPPED = ("kernels/cuda", "__init__.py", "__main__.py", "scale/cluster.py", "scale/online.py")
+#: Tests of a folder are nearest first by name; with all of them a change takes too long.
+MOST_FILES, TIMEOUT = 8, 400
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change: the text from `start` to `end` of a file becomes `after`."""
+
+    path: str  # below the package
+    line: int
+    start: int
+    end: int
+    before: str
+    after: str
+
+    def applied(self, text: str) -> str:
+        """The file's text, changed."""
+        raw = text.encode()
+        return (raw[: self.start] + self.after.encode() + raw[self.end :]).decode()
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    """Every change that a file allows. Annotations, decorators and f-strings are left alone."""
+    text = path.read_text(encoding="utf-8")
+    raw = text.encode()
+    starts = [0]
+    for line in raw.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    name = str(path.relative_to(PACKAGE))
+
+    def at(line: int, column: int) -> int:
+        return starts[line - 1] + column
+
+    def between(left: ast.expr, right: ast.expr, kind: type[ast.AST]) -> Iterator[Mutant]:
+        assert left.end_lineno is not None
+        assert left.end_col_offset is not None
+        begin, end = at(left.end_lineno, left.end_col_offset), at(right.lineno, right.col_offset)
+        found, becomes = SWAPS[kind]
+        place = raw[begin:end].find(found.encode())
+        if place >= 0:
+            start = begin + place
+            yield Mutant(name, left.end_lineno, start, start + len(found), found, becomes)
+
+    def visit(node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.JoinedStr | ast.AnnAssign) and not getattr(node, "value", None):
+            return
+        if isinstance(node, ast.JoinedStr):
+            return
+        if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+            yield from between(node.left, node.right, type(node.op))
+        elif isinstance(node, ast.Compare):
+            for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+                if type(op) in SWAPS:
+                    yield from between(left, right, type(op))
+        elif isinstance(node, ast.BoolOp):
+            for left, right in zip(node.values, node.values[1:], strict=False):
+                yield from between(left, right, type(node.op))
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child)
+
+    yield from visit(ast.parse(text))
+
+
+def drawn(seed: int, count: int) -> list[Mutant]:
+    """So many, no two of one file while there are others."""
+    rng = random.Random(seed)
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if not any(part in str(path) for part in SKIPPED)]
+    rng.shuffle(files)
+    choices = {path: its for path in files if (its := list(mutants(path)))}
+    found: list[Mutant] = []
+    while len(found) < count:
+        for path in choices:
+            one = rng.choice(choices[path])
+            if one not in found:
+                found.append(one)
+            if len(found) == count:
+                break
+    return found
+
+
+def nearest(path: str) -> list[str]:
+    """The test files that are nearest to a file: those that import its module, and those that share its name first."""
+    parts = Path(path).with_suffix("").parts
+    module, stem = ".".join(("warpline", *parts)), parts[-1]
+    parent, leaf = module.rpartition(".")[::2]
+    ranked: list[tuple[int, str]] = []
+    for test in sorted((ROOT / "tests").rglob("test_*.py")):
+        if {"gpu", "ray"} & set(test.parts):
+            continue
+        text = test.read_text(encoding="utf-8")
+        imports = f"from {module} import" in text or f"from {parent} import {leaf}" in text or f"{leaf}," in text
+        same_name = stem.strip("_") in test.stem
+        same_room = len(parts) > 1 and parts[0] == test.parent.name
+        part = any(name in test.stem for name in parts[1:-1])
+        near = same_name and same_room
+        score = 4 * near + 3 * (imports and parent in text) + 3 * part + 2 * same_room + 3 * (same_name and not near)
+        if score:
+            ranked.append((-score, str(test.relative_to(ROOT))))
+    return [name for _, name in sorted(ranked)[:MOST_FILES]] or ["tests/test_house.py"]
+
+
+def is_noticed(mutant: Mutant) -> tuple[bool, float]:
+    """Whether a test fails that passes without it, in a copy of the sources; and the seconds that took."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder)
+        for part in ("src", "tests", "tools", "examples"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("docs", "results", "Makefile", "README.md", "pyproject.toml"):
+            (copy / part).symlink_to(ROOT / part)
+        target = copy / "src" / "warpline" / mutant.path
+        target.write_text(mutant.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
+        failed = _failing(copy, nearest(mutant.path))
+    noticed = failed is not None and (not failed or _failing(ROOT, failed) is None)
+    return noticed, time.monotonic() - begun
+
+
+def _failing(root: Path, tests: list[str]) -> list[str] | None:
+    """The first test that fails there, none if they took too long (a loop that does not end is seen), or None."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200"]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [*command, "-m", "not alone", *tests],
+            cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return []
+    if not done.returncode:
+        return None
+    named = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return named[:1] or tests
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="write what was found as JSON lines")
+    asked = parser.parse_args(arguments)
+    wanted = drawn(asked.seed, asked.count)
+    survivors, rows = [], []
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for mutant, (noticed, seconds) in zip(wanted, pool.map(is_noticed, wanted), strict=True):
+            rows.append({**asdict(mutant), "noticed": noticed, "seconds": round(seconds, 1)})
+            what = f"{mutant.path}:{mutant.line}  {mutant.before} → {mutant.after}"
+            print(f"{'noticed ' if noticed else 'SURVIVED'}  {seconds:5.0f} s  {what}", flush=True)
+            survivors += [] if noticed else [what]
+            if asked.out is not None:
+                asked.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    killed = len(wanted) - len(survivors)
+    print(f"\n{killed} of {len(wanted)} changes were noticed ({100 * killed / len(wanted):.0f} %), seed {asked.seed}")
+
+
+if __name__ == "__main__":
+    main()
