@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from warpline.hardware import Device
     from warpline.kernels.choices import Summary
 
+#: As docs/determinism.md has it.
+_BITS = (
+    "a text is the same whatever runs beside it in fp32, and nearly always in other dtypes; "
+    "--deterministic batch keeps token ids and log-probabilities to the bit, in every dtype"
+)
+
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has and lacks. Measures memory bandwidth and remembers it."""
@@ -37,6 +43,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     for device, counts in zip(found.devices, slots, strict=True):
         known = ", ".join(f"{count} of {model}" for model, count in counts.items())
         rows.append(("at once", f"{known} on {device.name}, by its free memory; others wait (max_batch changes it)"))
+    rows.append(("same bits", _BITS))
     rows.append(("cache", f"{found.cache_folder} ({found.cache_bytes / 1e6:,.1f} MB)"))
     for extra, missing in found.extras.items():
         rows.append((f"[{extra}]", f"lacks {', '.join(missing)}" if missing else "is there"))
