@@ -116,6 +116,15 @@ def test_rows_say_what_the_server_did(run: Run, tmp_path: Path) -> None:  # noqa
     assert {len(Tokenizer.gpt2().encode(body["prompt"])) for body in bodies} == {20}
 
 
+def test_the_last_line_is_one_object_with_a_figure_for_each_load(run: Run) -> None:  # noqa: F811
+    with serving(streamed) as (url, _):
+        code, out, _ = run("bench", "serve", "--url", url + "/v1", "-r", "3", "-c", "1,2", "--new-tokens", "8")
+    assert code == 0
+    last = json.loads(out.splitlines()[-1])
+    assert last["rows"] == 2
+    assert all(len(last[name]) == 2 and min(last[name]) > 0 for name in ("output_throughput", "median_ttft_ms"))
+
+
 def test_refusals_have_their_own_time() -> None:
     refused = [Raw(1.0, 429, ended=1.0 + ms / 1e3) for ms in (4, 2, 3)]
     assert figures.refusals([*refused, Raw(1.0, 200, ended=9.0)]) == {

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import SMALL
+from tests.conftest import SMALL, make_weights
 from tests.engine.running import run
 from warpline import LLM, SamplingParams
 from warpline.engine.executors import create
@@ -197,8 +197,8 @@ def test_graphs_of_a_pass_grow_and_are_the_whole_pass(count: int) -> None:
 
 def test_attention_is_scaled_by_its_layer() -> None:
     """As some checkpoints want it; a layer's own scale, in prompts and in steps."""
-    weights = load(SMALL)
-    weights = replace(weights, config=replace(weights.config, scale_attn_by_inverse_layer_idx=True))
+    config = load(SMALL).config  # of weights that are large enough for a scale to show
+    weights = make_weights(replace(config, scale_attn_by_inverse_layer_idx=True))
     asked = [Request(p, SamplingParams(temperature=0), 0, i, 40) for i, p in enumerate(prompts(2))]
     assert len({weights.config.attention_scale(layer) for layer in range(3)}) == 3
     assert run(create("kernels", weights, CPU, "fp32"), asked) == run(create("torch", weights, CPU, "fp32"), asked)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.profile.conftest import made_up
-from warpline.profile.session import Session, Work, dumps, loads
+from warpline.profile.compare import compare
+from warpline.profile.session import Session, SpanRow, Work, dumps, loads
 from warpline.profile.verdict import findings, verdict
 
 
@@ -37,6 +38,19 @@ def test_an_executor_that_is_faster_is_named_first_and_kept() -> None:
     assert loads(dumps(session)).phases[0].cpu_us == 50.0
     slower = with_logits(128, cpu_us=1e6)
     assert "another executor" not in [found.kind for found in findings(slower, slower.phases[0])]
+
+
+def test_a_method_that_cannot_be_seen_is_not_compared_module_by_module() -> None:
+    seen = made_up()
+    phase = seen.phases[0]
+    blind = replace(seen, method="cpu", phases=(replace(phase, spans=(SpanRow(("whole model",), 50.0, 1.0),)),))
+    for before, after in ((seen, blind), (blind, seen)):
+        (found,) = compare(before, after)
+        assert [change.name for change in found.modules] == ["step"]
+        assert "modules of cpu are not seen, so those of the other are left out" in found.notes
+    (both,) = compare(seen, seen)
+    assert len(both.modules) > 10
+    assert both.notes == ()
 
 
 def test_the_verdict_says_whose_time_it_takes() -> None:

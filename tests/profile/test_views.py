@@ -186,6 +186,7 @@ def test_overhead_and_kernels() -> None:
     assert sum(line.us for line in lines) == pytest.approx(phase.busy_us, rel=0.02)
     line = next(line for line in lines if line.module[-1] == "expansion")
     assert (line.calls, line.per_layer, line.kind, line.mean_us) == (LAYERS, 1, "GEMM", 6)
+    assert next(line for line in lines if line.module == ("LM head",)).per_layer is None
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------

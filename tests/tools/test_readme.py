@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,21 @@ from warpline.profile.session import read, save
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_not_stale(page: str) -> None:
     assert (ROOT / page).read_text(encoding="utf-8") == regenerated(page), "run: make readme"
+
+
+#: Pages with figures that are typed: of runs without rows, and of clocks and limits.
+TYPED = ("log", "huggingface", "scale", "serving")
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_no_speed_is_typed_by_hand(page: str) -> None:
+    """What is said of speed is made from results/, between the generator's marks."""
+    if Path(page).stem in TYPED:
+        pytest.skip("figures are typed here")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    by_hand = re.sub(r"<!-- begin (.+?) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
+    found = re.findall(r"[\d.,]+ ?(?:tok/s|tokens/s|µs|ms|GB/s|×)(?!\w)", by_hand)
+    assert found == (["10 µs"] if page == "README.md" else [])  # where the buckets of /metrics begin
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.jsonl")), ids=lambda path: path.name)

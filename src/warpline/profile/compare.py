@@ -9,6 +9,9 @@ from warpline.profile import tree
 from warpline.profile.launches import kernel_table
 from warpline.profile.session import ModulePath, Phase, Session
 
+#: Nodes of a tree in which nothing is seen: the step, and what runs it.
+UNSEEN = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -56,21 +59,25 @@ def compare(before: Session, after: Session) -> list[Comparison]:
         )
         if a != b
     )
-    return [
-        Comparison(
-            name,
-            tuple(_modules(before.phase(name), after.phase(name))),
-            tuple(_kernels(before, after, name)),
-            notes,
+    found = []
+    for name in names:
+        seen = [sum(1 for _ in tree.build(one.phase(name)).walk()) for one in (before, after)]
+        blind = tuple(
+            f"modules of {one.method} are not seen, so those of the other are left out"
+            for one, count in zip((before, after), seen, strict=True)
+            if count <= UNSEEN < max(seen)
         )
-        for name in names
-    ]
+        modules = tuple(_modules(before.phase(name), after.phase(name)))
+        found.append(Comparison(name, modules, tuple(_kernels(before, after, name)), notes + blind))
+    return found
 
 
 def _modules(before: Phase, after: Phase) -> list[Change]:
     trees = [tree.build(phase) for phase in (before, after)]
     times: list[dict[ModulePath, float]] = [{node.path: node.us for _, node in root.walk()} for root in trees]
     order = _merged_order(*(list(one) for one in times))
+    if min(map(len, times)) <= UNSEEN < max(map(len, times)):
+        order = [path for path in order if all(path in one for one in times)]
     return [Change(path[-1] if path else "step", len(path), times[0].get(path), times[1].get(path)) for path in order]
 
 

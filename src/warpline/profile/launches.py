@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from warpline.profile.classify import classify
-from warpline.profile.names import merged
+from warpline.profile.names import BLOCKS, merged
 from warpline.profile.session import ModulePath, Phase, Session
 
 
@@ -66,7 +66,7 @@ def kernel_table(session: Session, phase: Phase) -> list[KernelLine]:
             us=us,
             mean_us=duration / calls,
             share=us / busy,
-            per_layer=calls / layers if len(path) > 1 or merged(path) != path else None,
+            per_layer=calls / layers if path[:1] == (BLOCKS,) else None,
         )
         for (name, path), (calls, us, duration) in groups.items()
     ]
