@@ -89,8 +89,10 @@ def create(
     asked, kind = asked or EngineConfig(), _kind(name, dtype)
     if asked.deterministic != "off" and not kind.can_be_invariant:
         raise ConfigError(
-            f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor graph on a GPU"
+            f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor graph on a GPU, or cpu"
         )
+    if asked.speculate != "off" and not kind.can_speculate:
+        raise ConfigError(f"the {name} executor has no speculate={asked.speculate!r}: use --executor cpu")
     made = kind(weights, device, dtype)
     made.set_up(asked, weights.name)
     return made
