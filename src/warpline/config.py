@@ -300,9 +300,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of(self.deterministic, DETERMINISTIC, "deterministic")
         one_of(self.speculate, SPECULATE, "speculate")
-        count, most = self.speculative_tokens, MOST_SPECULATIVE_TOKENS
-        fits = _is_int(count) and 1 <= count <= most
-        _require(fits, f"speculative_tokens must be a whole number from 1 to {most}, not {count!r}")
+        drafts, limit = self.speculative_tokens, MOST_SPECULATIVE_TOKENS
+        fits = _is_int(drafts) and 1 <= drafts <= limit
+        _require(fits, f"speculative_tokens must be a whole number from 1 to {limit}, not {drafts!r}")
         table = self.speculative_table
         _require(isinstance(table, bool), f"speculative_table must be true or false, not {table!r}")
         _require(not table or self.speculate != "off", "speculative_table needs speculate='ngram'")

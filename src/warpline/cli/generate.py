@@ -16,6 +16,9 @@ from warpline.cli.common import (
     PresencePenalty,
     RepetitionPenalty,
     Seed,
+    Speculate,
+    SpeculativeTable,
+    SpeculativeTokens,
     Temperature,
     TopK,
     TopP,
@@ -63,6 +66,9 @@ def generate(
     ] = _ENGINE.executor,
     window: Annotated[int | None, typer.Option(help="Attend to this many positions only.")] = None,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    speculate: Speculate = _ENGINE.speculate,
+    speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
+    speculative_table: SpeculativeTable = _ENGINE.speculative_table,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text while it is generated.")] = True,
 ) -> None:
@@ -82,12 +88,15 @@ def generate(
         n=n,
     )
     # Settings are checked before torch is imported, so that a mistake is answered at once.
-    EngineConfig(device=device, dtype=dtype, window=window, threads=threads)
+    drafts: dict[str, Any] = {
+        "speculate": speculate, "speculative_tokens": speculative_tokens, "speculative_table": speculative_table,
+    }  # fmt: skip
+    EngineConfig(device=device, dtype=dtype, window=window, threads=threads, **drafts)
     wake_gpu(device)
 
     from warpline.engine.llm import LLM
 
-    llm = LLM(model, device=device, dtype=dtype, executor=executor, window=window, threads=threads)
+    llm = LLM(model, device=device, dtype=dtype, executor=executor, window=window, threads=threads, **drafts)
     if stream and n == 1 and not as_json:
         completions = [_stream(llm, text, params)]
     else:
@@ -98,6 +107,10 @@ def generate(
             _write("\n".join(_titled(completions)))
     if not as_json:
         _write_statistics(llm, completions)
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -152,6 +165,10 @@ def _as_object(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "seconds": round(timings.seconds, 6),
         "tokens_per_second": round(new_tokens / timings.seconds, 3),
         "first_token_seconds": round(first.timings.prefill_seconds, 6),
+        "passes": timings.decode_steps,
+        "tokens_per_pass": _rounded(timings.tokens_per_pass),
+        "drafted": timings.drafted,
+        "accepted": timings.accepted,
         "seed": first.seed,
         "model": llm.model,
         "executor": llm.executor.described,
@@ -165,6 +182,8 @@ def _write_statistics(llm: LLM, completions: list[Completion]) -> None:
     timings = completions[0].timings
     tokens = sum(len(c.token_ids) for c in completions)
     parts = [f"{tokens} tokens in {timings.seconds:.2f} s", f"{tokens / timings.seconds:,.1f} tok/s"]
+    if timings.drafted and timings.tokens_per_pass is not None:
+        parts.append(f"{timings.tokens_per_pass:.2f} a pass, {timings.accepted / timings.drafted:.0%} of drafts right")
     bandwidth = timings.gb_per_second
     if bandwidth is not None:
         parts.append(f"{bandwidth:,.1f} GB/s")

@@ -6,11 +6,11 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.cli.common import Device, Dtype
+from warpline.cli.common import Device, Dtype, Speculate, SpeculativeTable, SpeculativeTokens
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
@@ -50,6 +50,9 @@ def serve(
     dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    speculate: Speculate = _ENGINE.speculate,
+    speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
+    speculative_table: SpeculativeTable = _ENGINE.speculative_table,
     replicas: Annotated[
         str | None,
         typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline\\[ray]'."),
@@ -68,7 +71,12 @@ def serve(
         raise ConfigError(f"shutdown-timeout must be between 0 and 86400 seconds, not {shutdown_timeout:g}")
     if not 0 <= port <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, not {port}")
-    EngineConfig(device=device, dtype=dtype, max_batch=max_batch, threads=threads)
+    drafts: dict[str, Any] = {
+        "speculate": speculate, "speculative_tokens": speculative_tokens, "speculative_table": speculative_table,
+    }  # fmt: skip
+    EngineConfig(device=device, dtype=dtype, max_batch=max_batch, threads=threads, **drafts)
+    if replicas is not None and speculate != _ENGINE.speculate:
+        raise ConfigError("--speculate is for one process so far: leave --replicas out")
     # Read by OpenMP when torch is imported. Its threads would spin for milliseconds behind a prompt, on the cores that
     # the event loop and the engine's own threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -107,7 +115,7 @@ def serve(
         _say(f"loading {model}")
         from warpline.engine.llm import LLM
 
-        llm = LLM(model, device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+        llm = LLM(model, device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads, **drafts)
         llm.warm_up()
         return llm
 

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Of the engine's settings those that replicas are made with.
+_ENGINE_NAMES = (
+    "device", "dtype", "executor", "max_batch", "threads", "speculate", "speculative_tokens", "speculative_table",
+)  # fmt: skip
+
 #: Chunks that may be finished ahead of one that is not, so that a long text keeps nobody waiting.
 AHEAD = 32
 
@@ -61,6 +66,9 @@ def generate(
     executor: str = "auto",
     max_batch: int | None = None,
     threads: int | None = None,
+    speculate: str = "off",
+    speculative_tokens: int = 3,
+    speculative_table: bool = False,
     gpus: float | None = None,
     chunk: int | None = None,
 ) -> Report:
@@ -74,7 +82,10 @@ def generate(
     """
     began = time.perf_counter()
     out = Path(out)
-    asked = EngineConfig(device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads)
+    asked = EngineConfig(
+        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads, speculate=speculate,
+        speculative_tokens=speculative_tokens, speculative_table=speculative_table,
+    )  # fmt: skip
     params = _checked(params or SamplingParams())
     count = _count(replicas)
     if count is None and replicas is None and ray_address is not None:
@@ -97,7 +108,7 @@ def generate(
             logger.warning("%s lines were done before: going on behind them", f"{resumed:,}")
         work = list(chunks(source, size))
         left = work[output.chunks :]
-        engine = {name: getattr(asked, name) for name in ("device", "dtype", "executor", "max_batch", "threads")}
+        engine = {name: getattr(asked, name) for name in _ENGINE_NAMES}
         arguments = (_resolved(model), engine, params, column)
         with progress("Generating", sum(one.lines for one in left)) as advance:
             by_ray = replicas is not None

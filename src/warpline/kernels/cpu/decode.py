@@ -2,9 +2,9 @@
 
 The work of a stage is cut into pieces that any thread may take. A stage has ended when its pieces have, so no thread
 waits for one that the system has put aside, unless that holds a piece; such a one finds nothing to do until it has
-caught up. So the number of pieces is the same in all steps of a call, whatever rows they have. Each output of a product is computed by one thread in one order, so results depend neither on which took it
-nor on how many threads there are, nor on the other rows. LayerNorm is done by every thread that needs it for itself,
-which saves a stage.
+caught up. So the number of pieces is the same in all steps of a call, whatever rows they have. Each output of a product
+is computed by one thread in one order, so results depend neither on which took it nor on how many threads there are,
+nor on the other rows. LayerNorm is done by every thread that needs it for itself, which saves a stage.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _key(tokens: np.ndarray, length: int, order: int) -> int:
     for i in range(length - order, length):
         key = np.uint64(np.uint64(key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15))
         key = np.uint64(key ^ (key >> np.uint64(29)))
-    return np.int64(key >> np.uint64(1))
+    return np.int64(key >> np.uint64(1))  # type: ignore[return-value]
 
 
 @njit(**INNER)

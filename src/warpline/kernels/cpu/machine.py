@@ -18,7 +18,7 @@ import llvmlite.binding as llvm
 #: The name of the function in an object file.
 ENTRY = "warpline_decode"
 #: Functions that are compiled for a program, roughly.
-PARTS = 35
+PARTS = 85
 _CHECK = 16  # bytes of checksum before the code
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from warpline.kernels.cpu.intrinsics import INNER, Number, array, load
 from warpline.kernels.cpu.vectors import products
 
 #: Rows of x up to which the matrix is read as it lies; else so many of its rows are converted at a time.
-FEW, ROOM = 8, 16
+FEW, ROOM = 8, 4
 #: Sums of a block, at most.
 SUMS = 16
 #: Rows and outputs of a block where rows are many.
@@ -65,7 +65,7 @@ def _few_of(kind: Any) -> Callable[..., None]:
             _finish(sums, r, some, output, 1, scales, bias, y, adds)
             r += some
 
-    return few  # type: ignore[no-any-return]
+    return few
 
 
 _near = _few_of(np.float32)
@@ -112,7 +112,7 @@ def multiply_of(kind: Any) -> Callable[..., None]:
                 at = room
             _many(at, x, rows, inputs, output, outputs, scales, bias, y, adds, sums)
 
-    return multiply  # type: ignore[no-any-return]
+    return multiply
 
 
 @functools.cache
@@ -124,4 +124,4 @@ def product_of(kind: Any) -> Callable[..., Number]:
     def product(weights: int, x: int, inputs: int, output: int, room: int) -> Number:
         return one(weights + output * inputs * size, kind, x, inputs, room)
 
-    return product  # type: ignore[no-any-return]
+    return product

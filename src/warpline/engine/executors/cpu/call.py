@@ -15,9 +15,11 @@ from torch import Tensor
 
 from warpline.config import ModelConfig
 from warpline.engine.clock import Drafted
+from warpline.engine.request import Request
 from warpline.engine.slots import Slots
 from warpline.kernels.cpu.draft import COUNTS, FIRST_CHANCES, GUESS, KINDS
 from warpline.kernels.cpu.products import ROOM, SUMS
+from warpline.kernels.cpu.vectors import LANES
 from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
 from warpline.model.quantise import SCALE
 from warpline.model.screen import Screen
@@ -43,7 +45,6 @@ class Call:
         screen: Screen | None,
         threads: int,
         drafts: int = 0,
-        price: float = 0.0,
         table: np.ndarray | None = None,
     ):
         width, vocab, layers, lanes = config.n_embd, config.vocab_size, range(config.n_layer), slots.count
@@ -55,7 +56,8 @@ class Call:
         self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
         qkv, hidden = torch.empty(rows, 3 * width), torch.empty(rows, config.inner)
         marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
-        private = torch.empty(threads, rows * width + max(ROOM * max(width, config.inner) + SUMS, slots.capacity))
+        each = rows * width + max(ROOM * max(width, config.inner) + SUMS, slots.capacity)
+        private = torch.empty(threads, -(-each // LANES) * LANES)  # in whole lines of the cache
         scales = [config.attention_scale(layer) for layer in layers]
         stages = []
         for i in layers:
@@ -72,7 +74,9 @@ class Call:
         self._stages = len(stages)
         self._sequences, self._positions, self._lanes = (np.zeros(rows, np.int64) for _ in range(3))
         self._firsts = np.arange(rows + 1)
-        self._drafts, self._known_to = drafts, [None] * (lanes + 1)  # whose drafts a slot's chances are of
+        self._drafts = drafts
+        self._known_to: list[Request | None] = [None] * (lanes + 1)  # whose drafts a slot's chances are of
+        self._price = np.ones(1, np.float32)
         self._chances = np.zeros((lanes + 1, KINDS), np.float32)
         self._counted, guesses = np.zeros((lanes + 1, COUNTS), np.int64), np.zeros((lanes + 1, GUESS), np.int64)
         self._wants = np.zeros(lanes + 1, np.uint8)
@@ -94,7 +98,7 @@ class Call:
             Word.SETTINGS: np.array([config.layer_norm_epsilon, *scales], np.float32),
             Word.LANE_SLOTS: self._lanes,
             Word.FIRSTS: self._firsts,
-            Word.PRICE: np.array([price], np.float32),
+            Word.PRICE: self._price,
             Word.CHANCES: self._chances,
             Word.GUESSES: guesses,
             Word.COUNTED: self._counted,
@@ -127,10 +131,10 @@ class Call:
         self._tell_logprobs(slots, lanes if chooses else ())
         return self._told(lanes, Begin.NEWEST, 0, self._stages, steps, len(going), chooses, screens, drafts)
 
-    def given(self, slots: Sequence[int], positions: Sequence[int], *, end: int) -> int:
+    def given(self, slots: Sequence[int], positions: np.ndarray, *, end: int = 0, screens: bool = False) -> int:
         """The tokens at these positions of these slots, through all stages before `end`, counted from behind."""
         self._positions[: len(positions)] = positions
-        return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False)
+        return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False, screens)
 
     def ready(self, slots: Slots, lanes: Sequence[int], *, first: int, screens: bool = False) -> int:
         """What stands in the first rows of the memory between stages, from stage `first` on, counted from behind, to
@@ -143,6 +147,15 @@ class Call:
         found = self._counted.sum(axis=0).tolist()
         self._counted[:] = 0
         return Drafted(int(self._words[Word.PASSES]), *found)
+
+    @property
+    def price(self) -> float:
+        """Of a further row, as a share of a pass with one."""
+        return float(self._price[0])
+
+    @price.setter
+    def price(self, price: float) -> None:
+        self._price[0] = price
 
     @property
     def halts(self) -> bool:

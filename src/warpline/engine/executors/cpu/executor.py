@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +21,7 @@ from warpline.engine.clock import Drafted
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, HEAD, PROMPT_ROWS, Call
 from warpline.engine.executors.cpu.prompts import CpuPrompts
+from warpline.engine.executors.cpu.table import load, path_of, save
 from warpline.engine.executors.sampling import advance
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
@@ -27,10 +30,10 @@ from warpline.kernels.cpu import library
 from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
-#: Tokens of prompts up to which a matrix that would have to be converted is rather multiplied as it is.
-FEW = 32
-#: What a further row of a pass takes, as a share of the pass with one.
-ROW_PRICE = {"fp32": 0.1, "fp16": 0.15, "bf16": 0.15, "int8": 0.15}
+#: What a further row of a pass may be taken to cost, as a share of the pass with one; and how often that is measured.
+LEAST_PRICE, MOST_PRICE, TRIALS = 0.05, 0.9, 5
+#: By how much a draft has to be likelier than it costs: chances are estimates, and a token's choice takes time as well.
+MARGIN = 1.5
 
 
 class Team:
@@ -94,6 +97,7 @@ class CpuExecutor(Executor):
         }
         # Codes of the LM head; int8 weights are codes already.
         self._screen = Screen.of(weights.tensors[f"{weights.head}.weight"]) if screened and dtype != "int8" else None
+        self._table: np.ndarray | None = None
         self._calls: weakref.WeakKeyDictionary[Slots, Call] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -106,6 +110,10 @@ class CpuExecutor(Executor):
         super().set_up(asked, model)
         if asked.speculate != "off":
             self.drafts = asked.speculative_tokens
+            if asked.speculative_table:
+                path = path_of(model, self.config)
+                self._table = load(path)
+                weakref.finalize(self, save, path, self._table)  # at the latest when Python ends
 
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
@@ -114,10 +122,10 @@ class CpuExecutor(Executor):
         ends = [span for span in spans if span.lanes]
         lanes = [lane for span in ends for lane in span.lanes]
         source = [i for i, span in enumerate(ends) for _ in span.lanes]  # the end that each lane follows from
-        # A token of each slot is a decode step. So are more where BLAS would have to convert the weights.
-        few = max(len(spans), 0 if self.dtype == "fp32" else FEW)
+        # A token of each slot is a decode step. Where BLAS would have to convert the weights, it is never quicker.
+        always = self.invariant or self.dtype != "fp32"
         is_ready, call = self._program.is_ready or self.invariant, self._call(slots)
-        if is_ready and (self.invariant or sum(span.end - span.start for span in spans) <= few):
+        if is_ready and (always or all(span.end - span.start == 1 for span in spans)):
             x, attended = self._through_stages(call, spans)
             if ends:
                 call.x[: len(lanes)], call.attended[: len(lanes)] = x[source], attended[source]
@@ -145,7 +153,7 @@ class CpuExecutor(Executor):
             here = slice(first, first + PROMPT_ROWS)
             ending = torch.from_numpy(last[(last >= here.start) & (last < here.stop)] - first)
             end = BEHIND_ATTENTION if len(ending) else BEHIND_KEYS
-            self._run(partial(call.given, slots[here].tolist(), positions[here].tolist(), end=end))
+            self._run(partial(call.given, slots[here].tolist(), positions[here], end=end))
             found.append((call.x[ending], call.attended[ending]))
         x, attended = (torch.cat(parts) for parts in zip(*found, strict=True))
         return x, attended
@@ -161,7 +169,7 @@ class CpuExecutor(Executor):
         for _ in range(0, n, max(at_once, 1)):
             self._reached("decode")
             screens = self.screens(slots, lanes)
-            self._run(lambda: call.newest(slots, lanes, at_once, chooses=True, screens=screens))
+            self._run(partial(call.newest, slots, lanes, at_once, chooses=True, screens=screens))
             if call.halts:
                 break
 
@@ -203,10 +211,24 @@ class CpuExecutor(Executor):
         if (call := self._calls.get(slots)) is None:
             call = Call(
                 self.config, self._tensors, self._head, slots, screen=self._screen, threads=self.threads,
-                drafts=self.drafts, price=ROW_PRICE[self.dtype],
+                drafts=self.drafts, table=self._table,
             )  # fmt: skip
             self._calls[slots] = call
+            if self.drafts:
+                call.price = self._measured_price(call, slots)
         return call
+
+    def _measured_price(self, call: Call, slots: Slots) -> float:
+        """Of a further row, in a slot that nothing uses. Drafts that are not likelier than this are not run."""
+        rows, taken = min(self.drafts, slots.capacity - 1), dict[int, float]()
+        for _ in range(TRIALS):
+            for count in (1, 1 + rows):
+                told = partial(call.given, [slots.parking] * count, np.arange(count), screens=self._screen is not None)
+                begun = time.perf_counter()
+                self._run(told)
+                taken[count] = min(taken.get(count, math.inf), time.perf_counter() - begun)
+        price = MARGIN * (taken[1 + rows] / taken[1] - 1) / rows if rows else MOST_PRICE
+        return min(max(price, LEAST_PRICE), MOST_PRICE)
 
 
 def _program(config: ModelConfig, dtype: str) -> library.Build:
