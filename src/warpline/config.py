@@ -21,6 +21,9 @@ ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")
 #: What a row's bits may depend on besides its own tokens (docs/determinism.md).
 DETERMINISTIC = ("off", "batch")
+#: Where drafts of further tokens come from: nowhere, or from what the text and earlier ones say (docs/cpu.md).
+SPECULATE = ("off", "ngram")
+MOST_SPECULATIVE_TOKENS = 7
 #: Activation names of Hugging Face configs, by the function they mean.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -287,9 +290,22 @@ class EngineConfig:
     threads: int | None = None
     #: "batch": a sequence's text depends neither on what runs beside it nor on how its prompt is cut.
     deterministic: str = "off"
+    #: "ngram": several tokens a pass where drafts of them are right; the text stays the same.
+    speculate: str = "off"
+    #: Drafts of a sequence in a pass, at most.
+    speculative_tokens: int = 3
+    #: Whether drafts come from earlier texts as well, from a table that is kept in the cache folder.
+    speculative_table: bool = False
 
     def __post_init__(self) -> None:
         one_of(self.deterministic, DETERMINISTIC, "deterministic")
+        one_of(self.speculate, SPECULATE, "speculate")
+        drafts, limit = self.speculative_tokens, MOST_SPECULATIVE_TOKENS
+        fits = _is_int(drafts) and 1 <= drafts <= limit
+        _require(fits, f"speculative_tokens must be a whole number from 1 to {limit}, not {drafts!r}")
+        table = self.speculative_table
+        _require(isinstance(table, bool), f"speculative_table must be true or false, not {table!r}")
+        _require(not table or self.speculate != "off", "speculative_table needs speculate='ngram'")
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
             one_of(self.device, (*DEVICES, "cuda:0"), "device")
         one_of(self.dtype, ("auto", *WEIGHT_BYTES), "dtype")

@@ -14,6 +14,9 @@ from warpline.cli.common import (
     Dtype,
     RepetitionPenalty,
     Seed,
+    Speculate,
+    SpeculativeTable,
+    SpeculativeTokens,
     Temperature,
     TopK,
     TopP,
@@ -55,6 +58,9 @@ def batch(
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU, of each replica; all cores if not given.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
+    speculate: Speculate = _ENGINE.speculate,
+    speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
+    speculative_table: SpeculativeTable = _ENGINE.speculative_table,
 ) -> None:
     """Complete every prompt of a file. A line's own settings (max_tokens, temperature, seed, …) come before these; its
     seed, if it has none, is --seed plus its place. Interrupted, the same command goes on where it stood. Bad lines are
@@ -69,7 +75,8 @@ def batch(
     done = generate(
         prompts, out, model=model, params=params, column=column, replicas=replicas, ray_address=ray_address,
         max_batch=max_batch, device=device, dtype=dtype, executor=executor, threads=threads,
-        deterministic=deterministic,
+        deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
+        speculative_table=speculative_table,
     )  # fmt: skip
     typer.echo(f"{done.good:,} texts with {done.tokens:,} tokens in {done.out} ({done.seconds:.1f} s)", err=True)
     if done.errors is not None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,9 @@ from warpline.cli.common import (
     Dtype,
     RepetitionPenalty,
     Seed,
+    Speculate,
+    SpeculativeTable,
+    SpeculativeTokens,
     Temperature,
     TopK,
     TopP,
@@ -35,8 +39,7 @@ if TYPE_CHECKING:
     from warpline.serve.talk import Conversation, Partner
 
 _SAMPLING = SamplingParams()
-_ENGINE = EngineConfig()
-_OF_A_LOCAL_MODEL = (_ENGINE.device, _ENGINE.dtype, _ENGINE.executor, None, None)
+_ENGINE = EngineConfig(max_batch=1)
 _HELP = (
     ("Enter", "sends (nothing: it goes on); a line that ends with \\ goes on in the next"),
     ("Ctrl-C", "stops the answer"),
@@ -74,6 +77,9 @@ def chat(
     dtype: Dtype = _ENGINE.dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    speculate: Speculate = _ENGINE.speculate,
+    speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
+    speculative_table: SpeculativeTable = _ENGINE.speculative_table,
 ) -> None:
     """Talk to a model. One that knows no conversations goes on with your text instead. Ctrl-C stops an answer, /help
     says what else there is. Lines that are piped in are answered one by one."""
@@ -82,17 +88,17 @@ def chat(
             max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=stop or (),
         )  # fmt: skip
-        EngineConfig(device=device, dtype=dtype, threads=threads)
-    if url is not None and (device, dtype, executor, threads, chat_template) != _OF_A_LOCAL_MODEL:
-        raise ConfigError("--device, --dtype, --executor, --threads and --chat-template are for a local model")
+        engine = EngineConfig(
+            device=device, dtype=dtype, executor=executor, threads=threads, max_batch=1, speculate=speculate,
+            speculative_tokens=speculative_tokens, speculative_table=speculative_table,
+        )  # fmt: skip
+    if url is not None and (engine, chat_template) != (_ENGINE, None):
+        raise ConfigError("settings of the engine and --chat-template are for a local model, not for --url")
     if write and system is not None:
         raise ConfigError("--system is for conversations: leave --write out")
     from warpline.serve.talk import Conversation
 
-    if url is not None:
-        partner = _remote(url, model, api_key_file)
-    else:
-        partner = _local(model or DEFAULT, device, dtype, executor, threads, chat_template)
+    partner = _local(model or DEFAULT, engine, chat_template) if url is None else _remote(url, model, api_key_file)
     with closing(partner):
         _Terminal(Conversation(partner, params, system=system, write=write, note=_note)).run()
 
@@ -103,17 +109,17 @@ def _remote(url: str, model: str | None, key_file: Path | None) -> Partner:
     return Remote(url, model=model, key=read_key(key_file))
 
 
-def _local(model: str, device: str, dtype: str, executor: str, threads: int | None, template: str | None) -> Partner:
+def _local(model: str, engine: EngineConfig, template: str | None) -> Partner:
     try:
         import msgspec  # noqa: F401 - templates of conversations are the server's
     except ImportError:
         raise ConfigError("chatting needs msgspec and jinja2: pip install 'warpline[serve]'") from None
-    wake_gpu(device)
+    wake_gpu(engine.device)
     from warpline.engine.llm import LLM
     from warpline.serve.talk import Local
 
     with progress(f"Loading {model}"):
-        llm = LLM(model, device=device, dtype=dtype, executor=executor, threads=threads, max_batch=1)
+        llm = LLM(model, **asdict(engine))
         llm.generate([0], SamplingParams(max_tokens=2))  # whatever has to be compiled is, before there is any text
     return Local(llm, template)
 

@@ -39,6 +39,13 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[
     str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or on a CPU int8.", callback=our_name)
 ]
+Speculate = Annotated[
+    str, typer.Option(help="ngram runs drafts of further tokens, on a CPU: the same text, sooner where it repeats.")
+]
+SpeculativeTokens = Annotated[int, typer.Option(help="Drafts of a sequence in a pass, at most.")]
+SpeculativeTable = Annotated[
+    bool, typer.Option("--speculative-table", help="Draft from earlier texts too, kept in the cache folder.")
+]
 
 Deterministic = Annotated[
     str, typer.Option(help="off, or batch: no sequence's bits depend on what runs beside it (docs/determinism.md).")

@@ -21,6 +21,9 @@ from warpline.cli.common import (
     PresencePenalty,
     RepetitionPenalty,
     Seed,
+    Speculate,
+    SpeculativeTable,
+    SpeculativeTokens,
     Temperature,
     TopK,
     TopP,
@@ -73,6 +76,9 @@ def generate(
     window: Annotated[int | None, typer.Option(help="Attend to this many positions only.")] = None,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
+    speculate: Speculate = _ENGINE.speculate,
+    speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
+    speculative_table: SpeculativeTable = _ENGINE.speculative_table,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text while it is generated.")] = True,
 ) -> None:
@@ -94,8 +100,9 @@ def generate(
         )
         # Settings are checked before torch is imported, so that a mistake is answered at once.
         engine = EngineConfig(
-            device=device, dtype=dtype, executor=executor, window=window, threads=threads, deterministic=deterministic
-        )
+            device=device, dtype=dtype, executor=executor, window=window, threads=threads, deterministic=deterministic,
+            speculate=speculate, speculative_tokens=speculative_tokens, speculative_table=speculative_table,
+        )  # fmt: skip
     wake_gpu(device)
 
     with progress(f"Loading {model}"):
@@ -115,6 +122,10 @@ def generate(
             _write("\n".join(_titled(completions)))
     if not as_json:
         _write_statistics(_statistics(llm, completions, waited))
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 3)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -170,7 +181,11 @@ def _as_object(llm: LLM, completions: list[Completion], waited: float) -> dict[s
         "tokens_per_second": round(new_tokens / timings.seconds, 3),
         "compile_seconds": round(waited, 6) if waited > NOTHING else 0.0,
         "first_token_seconds": round(timings.prefill_seconds, 6),
-        "decode_tokens_per_second": None if rate is None else round(rate, 3),
+        "decode_tokens_per_second": _rounded(rate),
+        "passes": timings.decode_steps,
+        "tokens_per_pass": _rounded(timings.tokens_per_pass),
+        "drafted": timings.drafted,
+        "accepted": timings.accepted,
         "seed": first.seed,
         "model": llm.model,
         "executor": llm.executor.described,
@@ -191,6 +206,8 @@ def _statistics(llm: LLM, completions: list[Completion], waited: float) -> list[
     timings, rate = completions[0].timings, _decode_rate(completions)
     new, prompt = sum(len(c.token_ids) for c in completions), len(completions[0].prompt_token_ids)
     parts = [f"{new:,} new" + (f", {rate:,.1f} tok/s" if rate is not None else "")]
+    if timings.drafted and timings.tokens_per_pass is not None:
+        parts.append(f"{timings.tokens_per_pass:.2f} a pass, {timings.accepted / timings.drafted:.0%} of drafts right")
     bandwidth, limit = timings.gb_per_second, llm.device.limit
     if bandwidth is not None and limit is None:
         parts.append(f"{bandwidth:,.1f} GB/s")

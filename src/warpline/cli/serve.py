@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpline.cli.common import Deterministic, Device, Dtype
+from warpline.cli.common import Deterministic, Device, Dtype, Speculate, SpeculativeTable, SpeculativeTokens
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
@@ -52,6 +52,9 @@ def serve(
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
+    speculate: Speculate = _ENGINE.speculate,
+    speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
+    speculative_table: SpeculativeTable = _ENGINE.speculative_table,
     replicas: Annotated[
         str | None,
         typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline[ray]'."),
@@ -72,14 +75,13 @@ def serve(
         raise ConfigError(f"port must be between 0 and 65535, not {port}")
     engine = asdict(
         EngineConfig(
-            device=device,
-            dtype=dtype,
-            executor=executor,
-            max_batch=max_batch,
-            threads=threads,
-            deterministic=deterministic,
+            device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads,
+            deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
+            speculative_table=speculative_table,
         )
-    )
+    )  # fmt: skip
+    if replicas is not None and speculate != _ENGINE.speculate:
+        raise ConfigError("--speculate is for one process so far: leave --replicas out")
     # Read by OpenMP when torch is imported. Its threads would spin for milliseconds behind a prompt, on the cores that
     # the event loop and the engine's own threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

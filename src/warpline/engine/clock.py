@@ -5,8 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Drafted(NamedTuple):
+    """Of steps with drafts."""
+
+    steps: int  # passes
+    lane_steps: int  # sequences of every pass, added up
+    drafted: int  # tokens that were run as further rows of a pass
+    accepted: int  # of these, tokens that were right
 
 
 @dataclass(slots=True)
@@ -17,6 +27,8 @@ class Stats:
     tokens: int = 0
     steps: int = 0
     lane_steps: int = 0  # sequences of every step, added up
+    drafted: int = 0  # tokens that were run as further rows of a step
+    accepted: int = 0  # of these, tokens that were right
     busy_seconds: float = 0.0  # from the launch of a turn until its tokens are known
     idle_seconds: float = 0.0  # between turns, when the device has nothing to do
 

@@ -266,11 +266,12 @@ class Engine:
                     executor.decode(slots, lanes, steps)
                 if last:
                     clock.stepped()
-                reports.append(slots.report(taken, steps + 1, last=last and not followed))
+                reports.append(slots.report(taken, steps * (1 + executor.drafts) + 1, last=last and not followed))
             if not self._cuda:
                 clock.landed()  # it was computed on the way
         screened = bool(lanes) and executor.screens(slots, lanes)
-        self._flights.append(Flight.of(turn, reports, clock, screened))
+        drafted = executor.counted(slots) if turn.steps else None
+        self._flights.append(Flight.of(turn, reports, clock, screened, drafted))
 
     @staticmethod
     def _copy(slots: Slots, copies: list[Copy]) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from warpline.engine.clock import Clock, Stats
+from warpline.engine.clock import Clock, Drafted, Stats
 from warpline.engine.crossing import Report
 from warpline.engine.scheduler import Sequence, Turn
 from warpline.engine.text import Timings
@@ -43,18 +43,21 @@ class Flight:
     served: list[tuple[Timings, list[Job]]]  # whose time it is
     clock: Clock
     screened: bool  # whether its steps read codes of the LM head
+    drafted: Drafted | None  # what came of drafts
     lengths: list[int] | None = None  # of its sequences, before
     tokens: int = 0  # that one of them has got at most
 
     @classmethod
-    def of(cls, turn: Turn, reports: list[Report], clock: Clock, screened: bool) -> Flight:
+    def of(
+        cls, turn: Turn, reports: list[Report], clock: Clock, screened: bool, drafted: Drafted | None = None
+    ) -> Flight:
         """A turn that has been enqueued."""
         lanes = cast(list[Job], turn.reported)  # an engine's sequences are jobs
         served: dict[int, tuple[Timings, list[Job]]] = {}
         for sequence in dict.fromkeys([*lanes, *(s for s, *_ in (*turn.first, *turn.second))]):
             if isinstance(sequence, Job) and sequence.timings is not None:
                 served.setdefault(id(sequence.timings), (sequence.timings, []))[1].append(sequence)
-        return cls(turn, lanes, reports, list(served.values()), clock, screened)
+        return cls(turn, lanes, reports, list(served.values()), clock, screened, drafted)
 
     def ended(self, stats: Stats) -> None:
         """All of its tokens are known: note what it took."""
@@ -62,10 +65,14 @@ class Flight:
         turn.landed()
         steps = self.tokens - bool(turn.begun)  # a prompt brings a token before the first step
         steps = max(0, min(steps, turn.steps))
+        drafted = self.drafted or Drafted(steps, steps * len(turn.running), 0, 0)
+        steps = drafted.steps
         prefill, decode = self.clock.seconds()
         stats.busy_seconds += prefill + decode
         stats.steps += steps
-        stats.lane_steps += steps * len(turn.running)
+        stats.lane_steps += drafted.lane_steps
+        stats.drafted += drafted.drafted
+        stats.accepted += drafted.accepted
         for timings, jobs in self.served:
             if all(job.finished for job in jobs):
                 continue
@@ -73,4 +80,7 @@ class Flight:
             if steps:
                 timings.decode_seconds += decode
                 timings.decode_steps += steps
+                timings.lane_steps += drafted.lane_steps
+                timings.drafted += drafted.drafted
+                timings.accepted += drafted.accepted
                 timings.moved.append((lengths, steps, self.screened))

@@ -67,10 +67,14 @@ class LLM:
         max_batch: int | None = None,
         threads: int | None = None,
         deterministic: str = "off",
+        speculate: str = "off",
+        speculative_tokens: int = 3,
+        speculative_table: bool = False,
     ):
         asked = EngineConfig(
             device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads,
-            deterministic=deterministic,
+            deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
+            speculative_table=speculative_table,
         )  # fmt: skip
         one_of(asked.executor, executors.EXECUTORS, "executor")
         chosen_device = torch_device(asked.device)

@@ -39,8 +39,12 @@ class Timings:
     dtype: str
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    #: Steps after the first token.
+    #: Steps after the first token: passes over the weights.
     decode_steps: int = 0
+    #: Sequences of every step, added up; drafts of further tokens that were run with them, and how many were right.
+    lane_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
     #: Of launches the sequences' lengths before them, how many steps they took, and whether codes of the LM head were
     #: enough.
     moved: list[tuple[list[int], int, bool]] = field(default_factory=list)
@@ -57,6 +61,11 @@ class Timings:
             cost.decode_bytes(self.config, self.dtype, lengths=lengths, steps=steps, screened=screened)
             for lengths, steps, screened in self.moved
         )
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """What a sequence got of a step, 1 without drafts; None if there were no steps."""
+        return 1 + self.accepted / self.lane_steps if self.lane_steps else None
 
     @property
     def gb_per_second(self) -> float | None:

@@ -62,6 +62,9 @@ def generate(
     max_batch: int | None = None,
     threads: int | None = None,
     deterministic: str = "off",
+    speculate: str = "off",
+    speculative_tokens: int = 3,
+    speculative_table: bool = False,
     gpus: float | None = None,
     chunk: int | None = None,
 ) -> Report:
@@ -76,8 +79,10 @@ def generate(
     began = time.perf_counter()
     out = Path(out)
     asked = EngineConfig(
-        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads, deterministic=deterministic
-    )
+        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads,
+        deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
+        speculative_table=speculative_table,
+    )  # fmt: skip
     params = _checked(params or SamplingParams())
     count = _count(replicas)
     if count is None and replicas is None and ray_address is not None:

@@ -204,6 +204,8 @@ class State:
             "warpline:requests_refused_total": ("Requests answered with 429.", "counter", self.admission.refused),
             "warpline:engine_steps_total": ("Decode steps.", "counter", stats.steps),
             "warpline:engine_lane_steps_total": ("Sequences in all steps.", "counter", stats.lane_steps),
+            "warpline:engine_drafted_tokens_total": ("Drafts that were run.", "counter", stats.drafted),
+            "warpline:engine_accepted_tokens_total": ("Drafts that were right.", "counter", stats.accepted),
             "warpline:engine_busy_seconds_total": ("While the device works.", "counter", stats.busy_seconds),
             "warpline:event_loop_cpu_seconds_total": ("CPU time of the HTTP side.", "counter", cpu),
             "warpline:memory_limit_bytes_per_second": (

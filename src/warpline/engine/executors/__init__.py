@@ -89,6 +89,8 @@ def create(
     asked, kind = asked or EngineConfig(), _kind(name, dtype)
     if asked.deterministic != "off" and not kind.can_be_invariant:
         raise ConfigError(f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor auto")
+    if asked.speculate != "off" and not kind.can_speculate:
+        raise ConfigError(f"the {name} executor has no speculate={asked.speculate!r}: use --executor cpu")
     made = kind(weights, device, dtype)
     made.set_up(asked, weights.name)
     return made

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from warpline.config import DTYPE_BYTES, KV_DTYPES, EngineConfig, ModelConfig
+from warpline.engine.clock import Drafted
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError, DeviceError
@@ -48,6 +49,9 @@ class Executor(ABC):
     can_be_invariant: bool = False
     #: Whether a row's bits must not depend on anything but its own tokens.
     invariant: bool = False
+    #: Whether it can run drafts (`speculate="ngram"`), and how many behind the newest token of a sequence.
+    can_speculate: bool = False
+    drafts: int = 0
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         self.config, self.device, self.dtype = weights.config, device, dtype
@@ -106,6 +110,10 @@ class Executor(ABC):
 
     def prepare_all(self, slots: Slots) -> None:  # noqa: B027 - most have nothing to prepare
         """Compile, bind and capture what any number of these slots may need, so that no request waits for it."""
+
+    def counted(self, slots: Slots) -> Drafted | None:
+        """What came of drafts since the last time, where there are any."""
+        return None
 
     def fault(self) -> DeviceError:
         """What a launch that had to end itself means, in one line."""

@@ -25,6 +25,9 @@ from warpline.kernels.cpu.machine import ENTRY, target
 #: How compiled code sees what is stored: half precision goes by its bits.
 SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
 
+#: Functions whose sums the compiler may put in any order: one copy of each, so that it is the same one everywhere.
+ONE_COPY = ("normalise", "attend", "mass_above", "sum_of_exp")
+
 
 def lowered(stored: str, cached: str, activation: str) -> str:
     """LLVM's language, not optimised."""
@@ -39,6 +42,8 @@ def optimised(source: str) -> bytes:
     for function in module.functions:
         if not function.is_declaration and function.name != ENTRY:
             function.linkage = "internal"
+            if any(name in function.name for name in ONE_COPY):
+                function.add_function_attribute("noinline")
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = options.loop_interleaving = options.loop_unrolling = options.slp_vectorization = True
     passes = llvm.create_pass_builder(cpu, options)

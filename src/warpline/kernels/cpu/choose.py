@@ -142,3 +142,37 @@ def choose(
         if top_p >= 1 or scores[drawn] >= largest or _mass_above(scores, scores[drawn], largest) < top_p * total:
             return drawn
         bar = scores[drawn]
+
+
+@njit(**INNER, fastmath=FINITE_OR_NOT)
+def _sum_of_exp(scores: np.ndarray, largest: Number) -> Number:
+    total = np.float32(0)
+    for i in range(len(scores)):
+        total += exp(scores[i] - largest)
+    return total
+
+
+@njit(**INNER, fastmath=FINITE_OR_NOT)
+def _largest_below(scores: np.ndarray, bar: Number) -> Number:
+    top = _LOWEST
+    for i in range(len(scores)):
+        top = max(top, scores[i] if scores[i] < bar else _LOWEST)
+    return top
+
+
+@njit(**INNER)
+def log_probabilities(scores: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> Number:
+    """What to take off a logit to have the logarithm of its probability; the largest of these with their tokens, of
+    equal ones the first."""
+    largest = scores[_largest(scores)]
+    off = largest + log(_sum_of_exp(scores, largest))
+    found, bar = 0, np.float32(np.inf)
+    while found < len(values):
+        bar = _largest_below(scores, bar)
+        if not bar > _LOWEST:  # nothing more has a probability
+            break
+        for i in range(len(scores)):
+            if scores[i] == bar and found < len(values):
+                values[found], tokens[found] = scores[i] - off, i
+                found += 1
+    return off

@@ -23,7 +23,11 @@ class Word(_Places):
     BEGIN = auto()  # a `Begin`
     FIRST = auto()  # stage of a step
     LAST = auto()  # stage that is not run any more
-    ROWS = auto()  # tokens at once
+    LANES = auto()  # sequences
+    ROWS = auto()  # tokens at once; of newest tokens with drafts behind them, other ones in every pass
+    DRAFTS = auto()  # of a sequence in a pass, at most; 0 if none are made
+    TOPS = auto()  # likeliest tokens that `TOP_TOKEN` has room for
+    PASSES = auto()  # steps that were taken, when a call has ended
     SLOTS = auto()
     WIDTH = auto()
     HEADS = auto()
@@ -38,14 +42,24 @@ class Word(_Places):
     EMBEDDING_SCALES = auto()  # or 0
     PLACES = auto()
     SETTINGS = auto()  # LayerNorm's epsilon, then the scale of each layer's attention
-    # of rows
-    SEQUENCES = auto()  # the slot of each
+    # of lanes and rows
+    LANE_SLOTS = auto()  # the slot of each lane,
+    FIRSTS = auto()  # its first row, and behind the last lane the number of rows
+    SEQUENCES = auto()  # the slot of each row
     POSITIONS = auto()
+    # of drafts (draft.py)
+    PRICE = auto()  # of a further row, as a share of a pass
+    CHANCES = auto()  # that drafts of each kind are right, of each slot
+    GUESSES = auto()  # what was drafted last, of each slot
+    COUNTED = auto()  # what came of it, of each slot
+    TABLE = auto()  # or 0
+    TABLE_SIZE = auto()
     # of memory between stages
     X = auto()
     LOGITS = auto()
     NOISY = auto()
     MARKS = auto()
+    RAW = auto()  # logits as they were
     PRIVATE = auto()  # of each thread
     # of the slots
     TOKENS = auto()
@@ -67,24 +81,30 @@ class Word(_Places):
     COUNTS = auto()
     DONE = auto()
     BROKEN = auto()
+    # of log-probabilities
+    WANTS = auto()  # whether a slot wants them
+    LOGPROB = auto()  # or 0 if none does
+    TOP_LOGPROB = auto()
+    TOP_TOKEN = auto()
     # of words that the threads share
     NEXT = auto()  # piece that is not taken yet
     ENDED = auto()  # pieces
     ASLEEP = auto()  # threads
-    GOING = auto()  # rows that are not done
+    GOING = auto()  # lanes that are not done
+    LEFT = auto()  # lanes whose step has not ended
     STOP = auto()  # step that is not taken any more
     HALT = auto()  # whether somebody wants the call to end behind the step that it is at
 
 
 #: Words of a slot's record, under the names that `Slots` has for them.
 RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.BROKEN)
-SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.STOP, Word.HALT)
+SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.LEFT, Word.STOP, Word.HALT)
 
 
 class Begin(_Places):
     """What the rows of a call are."""
 
-    NEWEST = auto()  # of each slot the newest token, wherever it stands
+    NEWEST = auto()  # of each slot the newest token, wherever it stands, and drafts behind it
     GIVEN = auto()  # tokens at positions that are given, several of a slot among them
     READY = auto()  # what earlier stages have left
 

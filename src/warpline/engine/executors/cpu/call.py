@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from warpline.config import ModelConfig
+from warpline.engine.clock import Drafted
+from warpline.engine.request import Request
 from warpline.engine.slots import Slots
+from warpline.kernels.cpu.draft import COUNTS, FIRST_CHANCES, GUESS, KINDS
+from warpline.kernels.cpu.products import ROOM, SUMS
+from warpline.kernels.cpu.vectors import LANES
 from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
 from warpline.model.quantise import SCALE
 from warpline.model.screen import Screen
@@ -23,6 +28,8 @@ from warpline.model.screen import Screen
 PIECES = 6
 #: Stages from the end: behind the last layer's keys and values, behind its attention, and the head.
 BEHIND_KEYS, BEHIND_ATTENTION, HEAD = -5, -4, -1
+#: Tokens of prompts that go through the stages at once.
+PROMPT_ROWS = 96
 
 
 class Call:
@@ -36,17 +43,21 @@ class Call:
         slots: Slots,
         *,
         screen: Screen | None,
-        rows: int,
         threads: int,
+        drafts: int = 0,
+        table: np.ndarray | None = None,
     ):
         width, vocab, layers, lanes = config.n_embd, config.vocab_size, range(config.n_layer), slots.count
-        self._heads, self._tensors, self._threads = config.n_head, tensors, threads
-        # Memory that is not written to costs nothing, so there is room for every slot.
+        self._tensors, self._threads = tensors, threads
+        # Memory that is not written to costs nothing, so there is room for every slot with all of its drafts.
+        chosen = lanes * (1 + drafts)
+        rows = max(chosen, PROMPT_ROWS)
         self.x, self.attended = torch.empty(rows, width), torch.empty(rows, width)
-        self.logits, noisy = torch.empty(lanes, vocab), torch.empty(lanes, vocab)
+        self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
         qkv, hidden = torch.empty(rows, 3 * width), torch.empty(rows, config.inner)
-        marks = torch.from_numpy(np.zeros((lanes, vocab), np.uint8))
-        private = torch.empty(threads, rows * width + max(width, config.inner, slots.capacity))
+        marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
+        each = rows * width + max(ROOM * max(width, config.inner) + SUMS, slots.capacity)
+        private = torch.empty(threads, -(-each // LANES) * LANES)  # in whole lines of the cache
         scales = [config.attention_scale(layer) for layer in layers]
         stages = []
         for i in layers:
@@ -61,7 +72,14 @@ class Call:
             ]
         stages.append(self._product(head, Form.STORED, self.x, self.logits, norm="ln_f", **_told_of(screen)))
         self._stages = len(stages)
-        self._sequences, self._positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._sequences, self._positions, self._lanes = (np.zeros(rows, np.int64) for _ in range(3))
+        self._firsts = np.arange(rows + 1)
+        self._drafts = drafts
+        self._known_to: list[Request | None] = [None] * (lanes + 1)  # whose drafts a slot's chances are of
+        self._price = np.ones(1, np.float32)
+        self._chances = np.zeros((lanes + 1, KINDS), np.float32)
+        self._counted, guesses = np.zeros((lanes + 1, COUNTS), np.int64), np.zeros((lanes + 1, GUESS), np.int64)
+        self._wants = np.zeros(lanes + 1, np.uint8)
         self._shared = np.zeros((len(SHARED), 16), np.int64)  # a word in every other line of the cache
         self._done = slots.done.numpy()
         told: dict[Word, Any] = {
@@ -78,39 +96,66 @@ class Call:
             Word.EMBEDDING_SCALES: tensors.get("wte.weight" + SCALE, 0),
             Word.PLACES: tensors["wpe.weight"],
             Word.SETTINGS: np.array([config.layer_norm_epsilon, *scales], np.float32),
+            Word.LANE_SLOTS: self._lanes,
+            Word.FIRSTS: self._firsts,
+            Word.PRICE: self._price,
+            Word.CHANCES: self._chances,
+            Word.GUESSES: guesses,
+            Word.COUNTED: self._counted,
+            Word.TABLE: 0 if table is None else table,
+            Word.TABLE_SIZE: 0 if table is None else len(table),
+            Word.WANTS: self._wants,
             Word.SEQUENCES: self._sequences,
             Word.POSITIONS: self._positions,
             Word.X: self.x,
             Word.LOGITS: self.logits,
             Word.NOISY: noisy,
             Word.MARKS: marks,
+            Word.RAW: raw,
             Word.PRIVATE: private,
             **{word: getattr(slots, word.name.lower()) for word in RECORD},
             **dict(zip(SHARED, self._shared, strict=True)),
         }
         self._kept = [*told.values(), qkv, hidden, slots.cache, screen]  # whose addresses are told
         self._words = np.array([_word(told.get(word, 0)) for word in Word] + [word for s in stages for word in s])
-        table = self._words[len(Word) :].reshape(len(stages), len(Stage))
-        self._by_rows = len(Word) + Stage.PIECES + len(Stage) * np.flatnonzero(table[:, Stage.FORM] >= Form.CACHED)
-        self._slots: tuple[int, ...] = ()
+        self._rows: tuple[int, ...] = ()
 
-    def newest(self, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
-        """Have it told so many steps of these slots; gives the address. `screens`: no row asks for more than its
+    def newest(self, slots: Slots, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
+        """Have it told so many steps of these lanes; gives the address. `screens`: no row asks for more than its
         largest logit, with or without noise."""
-        self._set_rows(lanes)
-        going = len(lanes) - np.count_nonzero(self._done[self._sequences[: len(lanes)]])
-        return self._told(Begin.NEWEST, 0, self._stages, steps, int(going), chooses, screens)
+        going = [lane for lane in lanes if not self._done[lane]]
+        drafts = self._drafts if chooses else 0
+        for lane in going if drafts else ():
+            if (request := slots.request(lane)) is not self._known_to[lane]:
+                self._known_to[lane], self._chances[lane] = request, FIRST_CHANCES
+        self._tell_logprobs(slots, lanes if chooses else ())
+        return self._told(lanes, Begin.NEWEST, 0, self._stages, steps, len(going), chooses, screens, drafts)
 
-    def given(self, slots: Sequence[int], positions: Sequence[int], *, end: int) -> int:
+    def given(self, slots: Sequence[int], positions: np.ndarray, *, end: int = 0, screens: bool = False) -> int:
         """The tokens at these positions of these slots, through all stages before `end`, counted from behind."""
-        self._set_rows(slots)
         self._positions[: len(positions)] = positions
-        return self._told(Begin.GIVEN, 0, self._stages + end, 1, len(slots), False)
+        return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False, screens)
 
-    def ready(self, lanes: Sequence[int], *, first: int, chooses: bool, screens: bool = False) -> int:
-        """What stands in the first rows of the memory between stages, from stage `first` on, counted from behind."""
-        self._set_rows(lanes)
-        return self._told(Begin.READY, self._stages + first, self._stages, 1, len(lanes), chooses, screens)
+    def ready(self, slots: Slots, lanes: Sequence[int], *, first: int, screens: bool = False) -> int:
+        """What stands in the first rows of the memory between stages, from stage `first` on, counted from behind, to
+        the choice of a token."""
+        self._tell_logprobs(slots, lanes)
+        return self._told(lanes, Begin.READY, self._stages + first, self._stages, 1, len(lanes), True, screens)
+
+    def counted(self) -> Drafted:
+        """What came of drafts since the last time, and steps of the last call."""
+        found = self._counted.sum(axis=0).tolist()
+        self._counted[:] = 0
+        return Drafted(int(self._words[Word.PASSES]), *found)
+
+    @property
+    def price(self) -> float:
+        """Of a further row, as a share of a pass with one."""
+        return float(self._price[0])
+
+    @price.setter
+    def price(self, price: float) -> None:
+        self._price[0] = price
 
     @property
     def halts(self) -> bool:
@@ -121,25 +166,44 @@ class Call:
     def halts(self, wanted: bool) -> None:
         self._shared[SHARED.index(Word.HALT), 0] = wanted
 
-    def _set_rows(self, slots: Sequence[int]) -> None:
-        slots = tuple(slots)
-        if slots != self._slots:
-            if len(slots) != len(self._slots):
-                self._words[Word.ROWS] = len(slots)
-                self._words[self._by_rows] = len(slots) * self._heads
-            self._sequences[: len(slots)] = slots
-            self._slots = slots
-
     def _told(
-        self, begin: Begin, first: int, last: int, steps: int, going: int, chooses: bool, screens: bool = False
+        self,
+        slots: Sequence[int],
+        begin: Begin,
+        first: int,
+        last: int,
+        steps: int,
+        going: int,
+        chooses: bool,
+        screens: bool = False,
+        drafts: int = 0,
     ) -> int:
-        words = self._words
-        words[Word.BEGIN], words[Word.FIRST], words[Word.LAST] = begin, first, last
+        words, slots, count = self._words, tuple(slots), len(slots)
+        if slots != self._rows:
+            self._lanes[:count] = self._sequences[:count] = slots
+            self._firsts[: count + 1] = np.arange(count + 1)
+            self._rows = () if drafts else slots  # of which every pass writes its own
+        words[Word.ROWS] = words[Word.LANES] = count
+        words[Word.BEGIN], words[Word.FIRST], words[Word.LAST], words[Word.DRAFTS] = begin, first, last, drafts
         words[Word.STEPS], words[Word.CHOOSES], words[Word.SCREENS] = steps, chooses, screens
         self._shared[: SHARED.index(Word.HALT)] = 0
         self._shared[SHARED.index(Word.GOING), 0] = going
         self._shared[SHARED.index(Word.STOP), 0] = steps if going else 0
         return int(words.ctypes.data)
+
+    def _tell_logprobs(self, slots: Slots, lanes: Sequence[int]) -> None:
+        """Where they go, which may be elsewhere than the last time."""
+        words = self._words
+        words[Word.LOGPROB] = 0
+        if slots.needs(lanes).logprobs is None:
+            return
+        assert slots.logprob is not None
+        assert slots.top_logprob is not None
+        assert slots.top_token is not None
+        for lane in lanes:
+            self._wants[lane] = slots.needs([lane]).logprobs is not None
+        words[Word.LOGPROB], words[Word.TOPS] = _word(slots.logprob), slots.top_token.shape[-1]
+        words[Word.TOP_LOGPROB], words[Word.TOP_TOKEN] = _word(slots.top_logprob), _word(slots.top_token)
 
     def _product(
         self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None, **more: Tensor

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,10 +16,12 @@ import torch
 from torch import Tensor
 
 from warpline import hardware
-from warpline.config import ACTIVATIONS, KV_DTYPES, WEIGHT_BYTES, ModelConfig
+from warpline.config import ACTIVATIONS, KV_DTYPES, WEIGHT_BYTES, EngineConfig, ModelConfig
+from warpline.engine.clock import Drafted
 from warpline.engine.executors.base import Executor
-from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, HEAD, Call
+from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, HEAD, PROMPT_ROWS, Call
 from warpline.engine.executors.cpu.prompts import CpuPrompts
+from warpline.engine.executors.cpu.table import load, path_of, save
 from warpline.engine.executors.sampling import advance
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
@@ -25,8 +30,10 @@ from warpline.kernels.cpu import library
 from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
-#: Tokens of prompts up to which a matrix that would have to be converted is rather multiplied as it is.
-FEW = 32
+#: What a further row of a pass may be taken to cost, as a share of the pass with one; and how often that is measured.
+LEAST_PRICE, MOST_PRICE, TRIALS = 0.05, 0.9, 5
+#: By how much a draft has to be likelier than it costs: chances are estimates, and a token's choice takes time as well.
+MARGIN = 1.5
 
 
 class Team:
@@ -68,6 +75,7 @@ class CpuExecutor(Executor):
 
     name = "cpu"
     dtypes = tuple(WEIGHT_BYTES)
+    can_be_invariant = can_speculate = True
 
     def __init__(
         self, weights: Weights, device: torch.device, dtype: str, *, threads: int | None = None, screened: bool = True
@@ -89,6 +97,7 @@ class CpuExecutor(Executor):
         }
         # Codes of the LM head; int8 weights are codes already.
         self._screen = Screen.of(weights.tensors[f"{weights.head}.weight"]) if screened and dtype != "int8" else None
+        self._table: np.ndarray | None = None
         self._calls: weakref.WeakKeyDictionary[Slots, Call] = weakref.WeakKeyDictionary()
 
     @classmethod
@@ -100,23 +109,30 @@ class CpuExecutor(Executor):
         """Wait for the compiler."""
         self._program.function()
 
+    def set_up(self, asked: EngineConfig, model: str) -> None:
+        """What holds for all sequences, before the first."""
+        super().set_up(asked, model)
+        if asked.speculate != "off":
+            self.drafts = asked.speculative_tokens
+            if asked.speculative_table:
+                path = path_of(model, self.config)
+                self._table = load(path)
+                weakref.finalize(self, save, path, self._table)  # at the latest when Python ends
+
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
-        """Layers through BLAS, or through the compiled stages where tokens are few; then the head and the choice as in
-        a decode step, unless that is still being compiled."""
-        counts, ends = [span.end - span.start for span in spans], [span for span in spans if span.lanes]
+        """Layers through the compiled stages, or through the libraries of torch where those are quicker or compiling
+        has not ended; then the head and the choice as in a decode step, unless that is still being compiled."""
+        ends = [span for span in spans if span.lanes]
         lanes = [lane for span in ends for lane in span.lanes]
         source = [i for i, span in enumerate(ends) for _ in span.lanes]  # the end that each lane follows from
-        # A token of each slot is a decode step. So are more where BLAS would have to convert the weights.
-        few = max(len(spans), 0 if self.dtype == "fp32" else FEW)
-        is_ready, call = self._program.is_ready, self._call(slots)
-        if is_ready and sum(counts) <= few:
-            places = [(span.slot, position) for span in spans for position in range(span.start, span.end)]
-            self._run(lambda: call.given(*zip(*places, strict=True), end=BEHIND_ATTENTION if ends else BEHIND_KEYS))
+        # A token of each slot is a decode step. Where BLAS would have to convert the weights, it is never quicker.
+        always = self.invariant or self.dtype != "fp32"
+        is_ready, call = self._program.is_ready or self.invariant, self._call(slots)
+        if is_ready and (always or all(span.end - span.start == 1 for span in spans)):
+            x, attended = self._through_stages(call, spans)
             if ends:
-                last = np.cumsum(counts)[[i for i, span in enumerate(spans) if span.lanes]] - 1
-                rows = torch.from_numpy(last[source])
-                call.x[: len(lanes)], call.attended[: len(lanes)] = call.x[rows], call.attended[rows]
+                call.x[: len(lanes)], call.attended[: len(lanes)] = x[source], attended[source]
                 self._finish(slots, lanes, BEHIND_ATTENTION)
             return
         with self._alone:  # all conversions share one room
@@ -129,21 +145,35 @@ class CpuExecutor(Executor):
                 logits = self._prompts.logits(x)
             advance(slots, lanes, logits[source])
 
+    def _through_stages(self, call: Call, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Keys and values of the spans' tokens; of the last token of each span that names lanes, the rows that the last
+        layer's attention adds to and what it adds."""
+        slots = np.repeat([span.slot for span in spans], [span.end - span.start for span in spans])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        behind = np.cumsum([span.end - span.start for span in spans]) - 1
+        last = behind[[bool(span.lanes) for span in spans]]
+        found: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, len(slots), PROMPT_ROWS):
+            here = slice(first, first + PROMPT_ROWS)
+            ending = torch.from_numpy(last[(last >= here.start) & (last < here.stop)] - first)
+            end = BEHIND_ATTENTION if len(ending) else BEHIND_KEYS
+            self._run(partial(call.given, slots[here].tolist(), positions[here], end=end))
+            found.append((call.x[ending], call.attended[ending]))
+        x, attended = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return x, attended
+
     def _finish(self, slots: Slots, lanes: Sequence[int], first: int) -> None:
         """The step from stage `first` on, for what stands in the memory between stages."""
-        call, chooses, screens = self._call(slots), slots.needs(lanes).logprobs is None, self.screens(slots, lanes)
-        self._run(lambda: call.ready(lanes, first=first, chooses=chooses, screens=screens))
-        if not chooses:
-            advance(slots, lanes, call.logits[: len(lanes)])
+        call, screens = self._call(slots), self.screens(slots, lanes)
+        self._run(lambda: call.ready(slots, lanes, first=first, screens=screens))
 
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
-        """In one call, unless the logarithms of probabilities are asked for or every step is watched."""
-        chooses = slots.needs(lanes).logprobs is None
-        at_once = n if chooses and self._mark is None else 1
-        call = self._call(slots)
+        """In one call, unless every step is watched."""
+        call, at_once = self._call(slots), n if self._mark is None else 1
         for _ in range(0, n, max(at_once, 1)):
             self._reached("decode")
-            self._steps(slots, lanes, at_once, chooses=chooses)
+            screens = self.screens(slots, lanes)
+            self._run(partial(call.newest, slots, lanes, at_once, chooses=True, screens=screens))
             if call.halts:
                 break
 
@@ -154,7 +184,11 @@ class CpuExecutor(Executor):
 
     def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
         """The team looks before every step."""
-        return needs.logprobs is None
+        return True
+
+    def counted(self, slots: Slots) -> Drafted | None:
+        """Where there are drafts."""
+        return self._call(slots).counted() if self.drafts else None
 
     def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
         """Where nothing but the largest logit is asked for. Several rows in half precision would be no faster."""
@@ -164,17 +198,12 @@ class CpuExecutor(Executor):
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """The logits; nothing else of a step is left afterwards."""
-        self._steps(slots, lanes, 1, chooses=False)
-        return {"logits": self._call(slots).logits[: len(lanes)].clone()}
-
-    def _steps(self, slots: Slots, lanes: Sequence[int], n: int, *, chooses: bool) -> None:
-        """`n` steps; one, where torch chooses."""
         call = self._call(slots)
-        screens = chooses and self.screens(slots, lanes)
-        self._run(lambda: call.newest(lanes, n, chooses=chooses, screens=screens))
-        if not chooses:
-            with torch.inference_mode():
-                advance(slots, lanes, call.logits[: len(lanes)])
+        self._run(lambda: call.newest(slots, lanes, 1, chooses=False))
+        logits = call.logits[: len(lanes)].clone()
+        with torch.inference_mode():
+            advance(slots, lanes, logits)
+        return {"logits": logits}
 
     def _run(self, told: Callable[[], int]) -> None:
         """Have the team do what it is told, at the address that `told` gives: it meets for one thing at a time."""
@@ -184,12 +213,26 @@ class CpuExecutor(Executor):
 
     def _call(self, slots: Slots) -> Call:
         if (call := self._calls.get(slots)) is None:
-            rows = max(slots.count, FEW)
             call = Call(
-                self.config, self._tensors, self._head, slots, screen=self._screen, rows=rows, threads=self.threads
-            )
+                self.config, self._tensors, self._head, slots, screen=self._screen, threads=self.threads,
+                drafts=self.drafts, table=self._table,
+            )  # fmt: skip
             self._calls[slots] = call
+            if self.drafts:
+                call.price = self._measured_price(call, slots)
         return call
+
+    def _measured_price(self, call: Call, slots: Slots) -> float:
+        """Of a further row, in a slot that nothing uses. Drafts that are not likelier than this are not run."""
+        rows, taken = min(self.drafts, slots.capacity - 1), dict[int, float]()
+        for _ in range(TRIALS):
+            for count in (1, 1 + rows):
+                told = partial(call.given, [slots.parking] * count, np.arange(count), screens=self._screen is not None)
+                begun = time.perf_counter()
+                self._run(told)
+                taken[count] = min(taken.get(count, math.inf), time.perf_counter() - begun)
+        price = MARGIN * (taken[1 + rows] / taken[1] - 1) / rows if rows else MOST_PRICE
+        return min(max(price, LEAST_PRICE), MOST_PRICE)
 
 
 def _program(config: ModelConfig, dtype: str) -> library.Build:

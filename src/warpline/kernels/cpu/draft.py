@@ -1,0 +1,150 @@
+"""Drafts: tokens that may come next, guessed from what came before. They are run as further rows of a pass, and kept
+as long as they are what is chosen anyway; a wrong one costs time and changes nothing.
+
+There are two sources: the text itself, behind the last place where it ended as it does now, and a table of what
+followed two to four tokens in other texts, if there is one. For each kind of match (how long it is, how sure the table
+is) a sequence has a moving average of how often it was right. That is learned of every token, also where nothing was
+drafted, since a guess costs nothing until it is run. A draft is run if it is likelier to be right than its row costs,
+so drafting ends by itself where it does not pay and begins again when it would.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from warpline.config import MOST_SPECULATIVE_TOKENS
+from warpline.kernels.cpu.intrinsics import INNER, Number
+
+#: Tokens that are compared; matches of this many and more are one kind.
+MOST_MATCH = 6
+#: Tokens before an entry of the table, at least and at most, and classes of how often the entry was seen.
+ORDERS, CLASSES = (2, 4), 3
+#: Kinds of matches: by length in the text, then by order and class in the table.
+KINDS = MOST_MATCH + (ORDERS[1] - ORDERS[0] + 1) * CLASSES
+#: How likely a kind is to be right, as long as nothing is known of a sequence.
+FIRST_CHANCES = np.array([0.1, 0.2, 0.35, 0.5, 0.6, 0.7] + [0.2, 0.35, 0.5] * 3, np.float32)
+#: Weight of the newest outcome in a moving average.
+RATE = np.float32(1 / 16)
+#: What is known of a slot's last drafts: how many are run, the first guess (-1 if there is none), the kind of each.
+GUESS = 2 + MOST_SPECULATIVE_TOKENS
+#: What is counted of a slot: passes, drafts that were run, drafts that were right.
+COUNTS = 3
+
+# An entry of the table is one word, so that no thread sees half of one: how often it was right (8 bits), the token (24)
+# and a part of its key (31).
+_TOKEN, _TAG = 8, 32
+_OFTEN = 255
+
+
+@njit(**INNER)
+def longest_match(tokens: np.ndarray, length: int) -> tuple[int, int]:
+    """How many tokens of the end of a text stand elsewhere in it, up to `MOST_MATCH`, and where that place ends; of
+    several the newest. 0 if there is none."""
+    size, place, last = 0, 0, tokens[length - 1]
+    for end in range(length - 1, size, -1):
+        if tokens[end - 1] == last:
+            same = 1
+            while same < min(MOST_MATCH, end) and tokens[end - 1 - same] == tokens[length - 1 - same]:
+                same += 1
+            if same > size:
+                size, place = same, end
+                if size == MOST_MATCH:
+                    break
+    return size, place
+
+
+@njit(**INNER)
+def _key(tokens: np.ndarray, length: int, order: int) -> int:
+    """Of the last tokens: 63 mixed bits."""
+    key = np.uint64(order)
+    for i in range(length - order, length):
+        key = np.uint64(np.uint64(key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15))
+        key = np.uint64(key ^ (key >> np.uint64(29)))
+    return np.int64(key >> np.uint64(1))  # type: ignore[return-value]
+
+
+@njit(**INNER)
+def look_up(table: np.ndarray, tokens: np.ndarray, length: int, order: int) -> tuple[int, int]:
+    """What followed so many tokens as stand at the end, or -1; and how sure that is, from 0."""
+    if length < order:
+        return -1, 0
+    key = _key(tokens, length, order)
+    entry = table[key & (len(table) - 1)]
+    often = entry & _OFTEN
+    if entry >> _TAG != key >> _TAG or often < 2:
+        return -1, 0
+    return (entry >> _TOKEN) & 0xFFFFFF, 0 if often < 4 else 1 if often < 10 else CLASSES - 1
+
+
+@njit(**INNER)
+def note(table: np.ndarray, tokens: np.ndarray, length: int) -> None:
+    """The token at `length` has followed those before it. An entry that is contradicted loses its place in the end."""
+    token = tokens[length]
+    for order in range(ORDERS[0], min(ORDERS[1], length) + 1):
+        key = _key(tokens, length, order)
+        entry = table[key & (len(table) - 1)]
+        often = entry & _OFTEN
+        if entry >> _TAG == key >> _TAG and (entry >> _TOKEN) & 0xFFFFFF == token:
+            often = min(often + 1, _OFTEN)
+        elif often <= 1:
+            entry, often = (key >> _TAG) << _TAG | token << _TOKEN, 1
+        else:
+            often -= 1
+        table[key & (len(table) - 1)] = entry & ~_OFTEN | often
+
+
+@njit(**INNER)
+def guess(
+    tokens: np.ndarray, length: int, size: int, place: int, ahead: int, table: np.ndarray, chances: np.ndarray
+) -> tuple[int, int]:
+    """The token that follows `length` tokens, or -1, and its kind. The text's own match was of `size` tokens and ended
+    at `place`, `ahead` tokens ago."""
+    token, kind = -1, 0
+    if size > 0:
+        token, kind = tokens[place + ahead], min(size + ahead, MOST_MATCH) - 1
+    if len(table) > 0:
+        for order in range(ORDERS[1], ORDERS[0] - 1, -1):
+            found, sure = look_up(table, tokens, length, order)
+            if found >= 0:
+                its = MOST_MATCH + (order - ORDERS[0]) * CLASSES + sure
+                if token < 0 or chances[its] > chances[kind]:
+                    token, kind = found, its
+                break
+    return token, kind
+
+
+@njit(**INNER)
+def draft(
+    tokens: np.ndarray, length: int, most: int, known: int, bar: Number, table: np.ndarray, chances: np.ndarray,
+    guesses: np.ndarray,
+) -> None:  # fmt: skip
+    """Drafts behind a text, up to `most`: each as long as it and those before it are right with a chance above `bar`.
+    What is known already is not guessed."""
+    guesses[0], guesses[1] = 0, -1
+    if most <= 0:
+        return
+    if length < known:
+        guesses[0] = min(most, known - length)
+        return
+    size, place = longest_match(tokens, length)
+    from_text, chance = size > 0, np.float32(1)
+    for ahead in range(most):
+        token, kind = guess(tokens, length + ahead, size if from_text else 0, place, ahead, table, chances)
+        if token < 0:
+            return
+        chance *= chances[kind]
+        guesses[2 + ahead] = kind
+        if ahead == 0:
+            guesses[1] = token
+        if chance < bar:
+            return
+        from_text = from_text and token == tokens[place + ahead]
+        tokens[length + ahead] = token
+        guesses[0] = ahead + 1
+
+
+@njit(**INNER)
+def learn(chances: np.ndarray, kind: int, was_right: bool) -> None:
+    """What came of a guess."""
+    chances[kind] += ((np.float32(1) if was_right else np.float32(0)) - chances[kind]) * RATE

@@ -1,0 +1,127 @@
+"""x matrix^T for the rows of a call, be they sequences, tokens of a prompt or drafts.
+
+Every sum is `vectors.products`', so a row's bits are the same among any others. A few rows read the matrix as it lies,
+which is what takes the time then. Many rows compute: elements are converted once for all of them, and a block of six
+rows and two outputs loads 8 vectors for 12 products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from warpline.kernels.cpu.intrinsics import INNER, Number, array, load
+from warpline.kernels.cpu.vectors import products
+
+#: Rows of x up to which the matrix is read as it lies; else so many of its rows are converted at a time.
+FEW, ROOM = 8, 4
+#: Sums of a block, at most.
+SUMS = 16
+#: Rows and outputs of a block where rows are many.
+_TALL, _WIDE = 6, 2
+_ONE = np.float32(1)
+_BLOCK = products(_TALL, _WIDE)
+
+
+@njit(**INNER)
+def _finish(
+    sums: int, r: int, rows: int, output: int, outputs: int, scales: np.ndarray, bias: np.ndarray, y: np.ndarray,
+    adds: bool,
+) -> None:  # fmt: skip
+    found = array(sums, np.float32, SUMS)
+    for o in range(outputs):
+        scale = scales[output + o] if len(scales) > 0 else _ONE
+        base = bias[output + o] if len(bias) > 0 else np.float32(0)
+        for i in range(rows):
+            value = found[i * outputs + o] * scale + base
+            y[r + i, output + o] = y[r + i, output + o] + value if adds else value
+
+
+@functools.cache
+def _few_of(kind: Any) -> Callable[..., None]:
+    """One output for rows of x from `first` on."""
+    one, two, three, four = (products(rows, 1) for rows in (1, 2, 3, 4))
+
+    @njit(**INNER)
+    def few(
+        at: int, x: int, rows: int, inputs: int, output: int, scales: np.ndarray, bias: np.ndarray, y: np.ndarray,
+        first: int, adds: bool, sums: int,
+    ) -> None:  # fmt: skip
+        r = first
+        while r < rows:
+            here, some = x + 4 * r * inputs, min(rows - r, 4)
+            if some == 1:
+                one(at, kind, here, inputs, sums)
+            elif some == 2:
+                two(at, kind, here, inputs, sums)
+            elif some == 3:
+                three(at, kind, here, inputs, sums)
+            else:
+                four(at, kind, here, inputs, sums)
+            _finish(sums, r, some, output, 1, scales, bias, y, adds)
+            r += some
+
+    return few
+
+
+_near = _few_of(np.float32)
+
+
+@njit(**INNER)
+def _many(
+    at: int, x: int, rows: int, inputs: int, output: int, outputs: int, scales: np.ndarray, bias: np.ndarray,
+    y: np.ndarray, adds: bool, sums: int,
+) -> None:  # fmt: skip
+    """Several outputs of a matrix in float32."""
+    tall, wide = rows - rows % _TALL, outputs - outputs % _WIDE
+    for r in range(0, tall, _TALL):
+        for o in range(0, wide, _WIDE):
+            _BLOCK(at + 4 * o * inputs, np.float32, x + 4 * r * inputs, inputs, sums)
+            _finish(sums, r, _TALL, output + o, _WIDE, scales, bias, y, adds)
+    for o in range(outputs):
+        _near(at + 4 * o * inputs, x, rows, inputs, output + o, scales, bias, y, tall if o < wide else 0, adds, sums)
+
+
+@functools.cache
+def multiply_of(kind: Any) -> Callable[..., None]:
+    """The product with a matrix whose elements are of numpy's type `kind`: outputs `first` to `last` for every row of
+    x, times scale and plus bias where there are any, stored in y or added to it. Matrix and x are given by their
+    addresses; at `room` there is memory for `ROOM` rows of the matrix and `SUMS` numbers more."""
+    size, is_plain, few = np.dtype(kind).itemsize, kind is np.float32, _few_of(kind)
+
+    @njit(**INNER)
+    def multiply(
+        weights: int, scales: np.ndarray, bias: np.ndarray, x: int, rows: int, inputs: int, y: np.ndarray, first: int,
+        last: int, adds: bool, room: int,
+    ) -> None:  # fmt: skip
+        sums = room + 4 * ROOM * inputs
+        if rows <= FEW:
+            for output in range(first, last):
+                few(weights + output * inputs * size, x, rows, inputs, output, scales, bias, y, 0, adds, sums)
+            return
+        for output in range(first, last, ROOM):
+            outputs, at = min(last - output, ROOM), weights + output * inputs * size
+            if not is_plain:
+                stored, converted = array(at, kind, outputs * inputs), array(room, np.float32, outputs * inputs)
+                for i in range(outputs * inputs):
+                    converted[i] = load(stored[i])
+                at = room
+            _many(at, x, rows, inputs, output, outputs, scales, bias, y, adds, sums)
+
+    return multiply
+
+
+@functools.cache
+def product_of(kind: Any) -> Callable[..., Number]:
+    """What `multiply` makes of one output for one row of x, where there is neither scale nor bias."""
+    one, size = products(1, 1), np.dtype(kind).itemsize
+
+    @njit(**INNER)
+    def product(weights: int, x: int, inputs: int, output: int, room: int) -> Number:
+        return one(weights + output * inputs * size, kind, x, inputs, room)
+
+    return product

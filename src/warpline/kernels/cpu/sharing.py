@@ -1,0 +1,47 @@
+"""How the threads of a team share a stage: its pieces, each taken by one thread, and waiting until all have ended."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from warpline.kernels.cpu.intrinsics import INNER, added, exchanged, seen, sleep, wake
+from warpline.kernels.cpu.words import Word
+
+#: Times that a thread looks before it sleeps: some 30 µs.
+PATIENCE = 15_000
+
+
+@njit(**INNER)
+def taken(at: np.ndarray, end: int) -> int:
+    """The number of a piece below `end` that no other thread has, or -1."""
+    while True:
+        piece = seen(at[Word.NEXT.value])
+        if piece >= end:
+            return -1
+        if exchanged(at[Word.NEXT.value], piece, piece + 1):
+            return piece
+
+
+@njit(**INNER)
+def finished(at: np.ndarray, end: int) -> None:
+    """A piece has ended; the last one of a stage wakes the threads that wait for it."""
+    if added(at[Word.ENDED.value], 1) == end and seen(at[Word.ASLEEP.value]) > 0:
+        wake(at[Word.ENDED.value])
+
+
+@njit(**INNER)
+def wait(at: np.ndarray, end: int) -> None:
+    """Until all pieces below `end` have ended."""
+    looks = 0
+    while True:
+        now = seen(at[Word.ENDED.value])
+        if now >= end:
+            return
+        looks += 1
+        if looks > PATIENCE:
+            added(at[Word.ASLEEP.value], 1)
+            now = seen(at[Word.ENDED.value])
+            if now < end:
+                sleep(at[Word.ENDED.value], now)
+            added(at[Word.ASLEEP.value], -1)

@@ -1,0 +1,157 @@
+"""Products of a few rows of x with a few rows of a matrix, as vectors of LLVM.
+
+A sum is in one order whatever stands beside it: element i of a row goes into sum i mod `TOGETHER`, and these sums are
+added in pairs. How many rows and outputs are computed at once changes what is read how often, and no bit. What the
+compiler makes of a loop by itself is free to differ from loop to loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from warpline.kernels.cpu.intrinsics import Number
+
+_INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+#: Elements of a vector; narrower machines take it in parts.
+LANES = 16
+#: Vectors of sums for each product: they do not wait for one another.
+CHAINS = 2
+TOGETHER = LANES * CHAINS
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+def _stored(kind: Any) -> tuple[Any, int]:
+    """LLVM's type of a stored number, and its bytes (see `intrinsics.load`)."""
+    return {
+        types.float32: (_FLOAT, 4),
+        types.int8: (ir.IntType(8), 1),
+        types.int16: (ir.HalfType(), 2),
+        types.uint16: (_INT16, 2),
+    }[kind]
+
+
+def _floats(builder: Any, x: Any, kind: Any, like: Any) -> Any:
+    """Stored numbers as float32; `like` is their type then, a vector's or a number's."""
+    whole = ir.VectorType(_INT32, LANES) if isinstance(like, ir.VectorType) else _INT32
+    if kind == types.float32:
+        return x
+    if kind == types.int8:
+        return builder.sitofp(builder.sext(x, whole), like)
+    if kind == types.int16:
+        return builder.fpext(x, like)
+    shift = ir.Constant(whole, [16] * LANES if whole is not _INT32 else 16)
+    return builder.bitcast(builder.shl(builder.zext(x, whole), shift), like)
+
+
+def _loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
+    element, size = _stored(kind)
+    address = builder.add(base, builder.mul(index, ir.Constant(_INT64, size)))
+    shape = ir.VectorType(element, LANES) if isinstance(like, ir.VectorType) else element
+    found = builder.load(builder.inttoptr(address, shape.as_pointer()), align=size)
+    return _floats(builder, found, kind, like)
+
+
+def _added(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    name = "llvm.fmuladd.v16f32" if isinstance(total.type, ir.VectorType) else "llvm.fmuladd.f32"
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, total])
+
+
+def _picked(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
+
+
+def _summed(builder: Any, vector: Any) -> Any:
+    """Lane i and i + 8, of what they make i and i + 4, and so on."""
+    size = LANES
+    while size > 1:
+        size //= 2
+        vector = builder.fadd(*(_picked(builder, vector, vector, [*range(at, at + size)]) for at in (0, size)))
+    return builder.extract_element(vector, ir.Constant(_INT32, 0))
+
+
+def _summed_together(builder: Any, vectors: list[Any]) -> list[Any]:
+    """The same of up to four, in a third of the steps: halves and then quarters share vectors."""
+    a, b, c, d = (vectors + vectors[:1] * 3)[:4]
+    low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+    halves = [builder.fadd(_picked(builder, x, y, low), _picked(builder, x, y, high)) for x, y in ((a, b), (c, d))]
+    fours = [[8 * group + first + i for group in range(4) for i in range(4)] for first in (0, 4)]
+    whole = builder.fadd(*(_picked(builder, halves[0], halves[1], lanes) for lanes in fours))
+    for step in (2, 1):
+        whole = builder.fadd(whole, _picked(builder, whole, whole, [lane ^ step for lane in range(LANES)]))
+    return [builder.extract_element(whole, ir.Constant(_INT32, 4 * i)) for i in range(len(vectors))]
+
+
+@functools.cache
+def products(rows: int, outputs: int) -> Callable[..., Number]:
+    """Of so many rows of x and of a matrix. Compiled code calls it with: address of the matrix's first row, type of
+    its elements, address of the first row of x, elements of a row, address where sums go, float32 [rows, outputs]. It
+    returns the last of them."""
+
+    @intrinsic
+    def made(_context: Any, weights: Any, kind: Any, x: Any, inputs: Any, sums: Any) -> Any:
+        stored = kind.instance_type
+
+        def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            weights, _, x, inputs, target = arguments
+            pairs = [(r, o) for r in range(rows) for o in range(outputs)]
+
+            def room(like: Any) -> Any:
+                made = cgutils.alloca_once(builder, like)
+                zero = [0.0] * LANES if isinstance(like, ir.VectorType) else 0.0
+                builder.store(ir.Constant(like, zero), made)
+                return made
+
+            totals = {(r, o, c): room(_VECTOR) for r, o in pairs for c in range(CHAINS)}
+            rest = {pair: room(_FLOAT) for pair in pairs}
+
+            def step(first: Any, like: Any, into: Any) -> None:
+                """One element, or as many as a vector has, of every row."""
+                starts = [
+                    builder.add(first, builder.mul(inputs, ir.Constant(_INT64, i))) for i in range(max(rows, outputs))
+                ]
+                ws = [_loaded(builder, weights, starts[o], stored, like) for o in range(outputs)]
+                xs = [_loaded(builder, x, starts[r], types.float32, like) for r in range(rows)]
+                for r, o in pairs:
+                    builder.store(_added(builder, builder.load(into(r, o)), ws[o], xs[r]), into(r, o))
+
+            def number(n: int) -> Any:
+                return ir.Constant(_INT64, n)
+
+            most = builder.udiv(inputs, number(TOGETHER))
+            with cgutils.for_range(builder, most) as loop:
+                first = builder.mul(loop.index, number(TOGETHER))
+                for chain in range(CHAINS):
+                    at = builder.add(first, number(LANES * chain))
+                    step(at, _VECTOR, lambda r, o, c=chain: totals[r, o, c])
+            done = builder.mul(most, number(TOGETHER))
+            more = builder.udiv(builder.sub(inputs, done), number(LANES))
+            with cgutils.for_range(builder, more) as loop:
+                at = builder.add(done, builder.mul(loop.index, number(LANES)))
+                step(at, _VECTOR, lambda r, o: totals[r, o, 0])
+            done = builder.add(done, builder.mul(more, number(LANES)))
+            with cgutils.for_range(builder, builder.sub(inputs, done)) as loop:
+                step(builder.add(done, loop.index), _FLOAT, lambda r, o: rest[r, o])
+            vectors = []
+            for r, o in pairs:
+                chains = [builder.load(totals[r, o, chain]) for chain in range(CHAINS)]
+                vectors.append(functools.reduce(builder.fadd, chains))
+            found = []
+            for first in range(0, len(pairs), 4):
+                some = vectors[first : first + 4]
+                found += [_summed(builder, some[0])] if len(some) == 1 else _summed_together(builder, some)
+            for i, pair in enumerate(pairs):
+                total = builder.fadd(found[i], builder.load(rest[pair]))
+                builder.store(total, builder.inttoptr(builder.add(target, number(4 * i)), _FLOAT.as_pointer()))
+            return total
+
+        return types.float32(types.int64, kind, types.int64, types.int64, types.int64), make
+
+    return made
