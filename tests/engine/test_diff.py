@@ -134,7 +134,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2
     assert "kernels" in err
     assert "context" in run("--executor", "kernels", "--prompt", "95")[2]
-    code, out, _ = run("--executor", "cpu", "--alone", "--tokens", "2", "--prompt", "5")
+    code, out, _ = run("-e", "cpu", "--alone", "--deterministic", "batch", "--tokens", "2", "--prompt", "5")
     assert code == 0
     assert "among 2, 3, 8, 9, 16, 64" in out
     assert "--against" in run("--executor", "cpu", "--alone", "--against", "torch")[2]
