@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import html
-import os
-import pty
-import struct
 import sys
-import termios
 import time
 from pathlib import Path
 
-from tests.cli.terminal import ROOT, Screen
+from tests.cli.terminal import ROOT, Screen, written
 
 IMAGE = ROOT / "docs" / "images" / "terminal.svg"
 COLUMNS, ROWS = 84, 26
@@ -27,23 +22,9 @@ _LETTER, _LINE, _EDGE = 8.4, 18, 14
 
 def recorded(arguments: tuple[str, ...]) -> list[tuple[float, str]]:
     """What a command writes, and when, in seconds from its start."""
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(ROOT)
-        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": "src"}
-        os.execve(sys.executable, [sys.executable, "-m", "warpline", *arguments], environment)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    begun, found, left = time.monotonic(), [], b""
-    while True:
-        try:
-            left += os.read(terminal, 1 << 16)
-        except OSError:
-            break
-        text = left.decode("utf-8", errors="ignore")
-        left = left[len(text.encode()) :]
-        found.append((time.monotonic() - begun, text))
-    os.waitpid(process, 0)
-    return found
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "warpline", *arguments]
+    return [(time.monotonic() - begun, text) for _, text in written(command, COLUMNS, {"PYTHONPATH": "src"}) if text]
 
 
 def frames(commands: tuple[tuple[str, ...], ...]) -> list[tuple[float, list[str]]]:

@@ -90,8 +90,8 @@ def measured(
     without, drafted, peers = (statistics.median(column) for column in zip(*speeds, strict=True))
     ratios = [spent[0] / spent[1] for spent in rounds[1:]]
     return (
-        f"{without:,.0f} | {drafted:,.0f} | **{statistics.median(ratios):.2f}**"
-        f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"{without:,.0f} | {drafted:,.0f} | **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to "
+        f"{max(ratios):.2f})"
         f" | {1 + accepted / lane_steps:.2f} | {f'{peers:,.0f}' if peers else '-'}"
     )
 

@@ -7,9 +7,10 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -76,24 +77,33 @@ def shown(
     """`warpline ARGUMENTS`, or a Python script, in a terminal: exit code, the screen at the end, and all that was
     written to it."""
     command = [sys.executable, *(() if python else ("-m", "warpline")), *arguments]
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(ROOT)
-        # Terminals say how wide they are; these variables would say something else.
-        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        os.execve(sys.executable, command, {**inherited, "TERM": "xterm-256color", **(environment or {})})
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    found = b""
-    while True:
-        try:
-            piece = os.read(terminal, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        found += piece
-    os.close(terminal)
-    _, status = os.waitpid(process, 0)
-    screen, text = Screen(columns), found.decode("utf-8", errors="replace")
+    pieces = list(written(command, columns, environment or {}))
+    text = "".join(text for _, text in pieces)
+    screen = Screen(columns)
     screen.feed(text)
-    return os.waitstatus_to_exitcode(status), screen, text
+    return pieces[-1][0], screen, text
+
+
+def written(command: list[str], columns: int, environment: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """What a command writes to a terminal, as it comes, and in the end, behind an empty text, its exit code."""
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    # Terminals say how wide they are; these variables would say something else.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    told = {**inherited, "TERM": "xterm-256color", **environment}
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, cwd=ROOT, env=told) as process:
+        os.close(inside)
+        left = b""
+        while True:
+            try:
+                piece = os.read(terminal, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            left += piece
+            text = left.decode("utf-8", errors="ignore")  # a character may come in two pieces
+            left = left[len(text.encode()) :]
+            yield 0, text
+    os.close(terminal)
+    yield process.returncode, ""
