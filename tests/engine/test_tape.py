@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.executors.persistent.tape import record
 from warpline.engine.slots import Slots
-from warpline.kernels.decode_plan import CODE_UNIT, PAUSES, STAGES, UNIT, Extents, Plan, plan
+from warpline.kernels.decode_plan import CODE_UNIT, PAUSES, STAGES, UNIT, Extents, Plan, best_warps, plan
 from warpline.kernels.persistent import Arguments
 from warpline.model.screen import Screen
 from warpline.model.weights import load
@@ -226,3 +226,12 @@ def test_parts_cover_a_context(positions: int, warps: int, whole: bool) -> None:
     assert (extents.parts - 1) * extents.part_positions < positions <= extents.parts * extents.part_positions
     assert not whole or extents.parts == 1
     assert replace(extents, rows=8).part_positions == extents.part_positions  # whatever the number of sequences
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "compute_75"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_row_has_a_warp(arch: str, dtype: str) -> None:
+    """What is done row by row, as sums of top-p are, a warp does for each."""
+    for width, heads in ((32, 2), (144, 3), (768, 12), (1600, 25)):
+        extents = Extents(dtype, width, 4 * width, heads, 2, 777, 1, 40, arch)
+        assert extents.most_rows <= best_warps(extents)

@@ -64,13 +64,14 @@ class Extents:
 
     @property
     def most_rows(self) -> int:
-        """Sequences whose rows there is room for beside the keys and values of a part and some 15 kB more. The tape
-        should have about half of what is left, where it goes through shared memory."""
+        """Sequences, no more than warps, whose rows there is room for beside the keys and values of a part and some
+        15 kB more. The tape should have about half of what is left, where it goes through shared memory."""
         size, depth = DTYPE_BYTES[self.dtype], self.width // self.heads
         each = 4 * self.width + size * (max(self.inner, self.width) * 11 // 10)
         part = best_warps(self) * (16 * (depth * size + 16) + 4 * depth)
         room = (self.shared_bytes - part - 15_000) * (0.55 if arch_number(self.arch) >= 80 else 1)
-        return next((rows for rows in (MOST_ROWS, 4, 2) if rows * each <= room), 1)
+        most = min(best_warps(self), room // each)
+        return next((rows for rows in (MOST_ROWS, 4, 2) if rows <= most), 1)
 
     @property
     def tile_inputs(self) -> int:
