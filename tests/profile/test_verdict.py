@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.conftest import SMALL
 from tests.profile.conftest import made_up
+from warpline.profile import collect
+from warpline.profile.collect import Wish
 from warpline.profile.compare import compare
 from warpline.profile.session import Session, SpanRow, Work, dumps, loads
 from warpline.profile.verdict import findings, verdict
@@ -58,3 +61,12 @@ def test_the_verdict_says_whose_time_it_takes() -> None:
     noisy = replace(session.phases[0], plain_us=2 * session.phases[0].step_us)
     assert "as recorded, which noise made shorter" in verdict(session, noisy)
     assert "as recorded" not in verdict(session, session.phases[0])
+
+
+def test_a_step_that_nobody_records_is_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it was seven times as long; then the recorded ones count, and that is said."""
+    monkeypatch.setattr(collect._Recorder, "_plain", lambda self, name: 1e9)
+    found = collect.collect(Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2))
+    for phase in found.phases:
+        assert phase.plain_us == phase.step_us
+        assert collect.NOISE.format(phase.name) in found.notes

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Steps that may be recorded: beyond that a mean gets no better and the recorder's memory grows.
 MOST_STEPS = 64
+#: What a session notes where a busy machine made a step take longer unwatched, or less than nothing.
+NOISE = "{}: noise exceeds the time of a step that nobody records, so recorded steps count"
 #: Decode steps that run, recorded but not counted, before those that count.
 WARM_STEPS = 2
 #: Generations that are timed while nobody records, at most: fewer where they take long.
@@ -185,7 +187,7 @@ class _Recorder:
         """Record a phase, by stamps where the launch is one, by events where CUPTI does not answer."""
         plain, steps = self._plain(name), self.wish.steps
         if plain is None:
-            self.notes.append(f"{name}: noise exceeds the time of a step that nobody records, so recorded steps count")
+            self.notes.append(NOISE.format(name))
         if name == "decode" and (stamped := self.method.stamped(self.given, steps + 1, stamps.RUNS)) is not None:
             layers = self.method.weights.config.n_layer
             return stamps.decode_phase(stamped, layers, steps, plain or statistics.median(stamped.us), self._work(name))
@@ -205,6 +207,9 @@ class _Recorder:
         elif self.method.by_order:
             self.notes.append("graphs and compiled code are given to modules by the order of their products")
         mean = statistics.fmean(found.steps)
+        if plain is not None and plain > 2 * mean:  # recording makes no step faster
+            plain = None
+            self.notes.append(NOISE.format(name))
         return Phase(
             name=name,
             source=source,
