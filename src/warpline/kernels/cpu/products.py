@@ -19,6 +19,8 @@ from warpline.kernels.cpu.vectors import products
 
 #: Rows of x up to which the matrix is read as it lies; else so many of its rows are converted at a time.
 FEW, ROOM = 8, 4
+#: Outputs of one row of x whose last sums are made together; the matrix is read row by row all the same.
+_TOGETHER = 4
 #: Sums of a block, at most.
 SUMS = 16
 #: Rows and outputs of a block where rows are many.
@@ -92,6 +94,7 @@ def multiply_of(kind: Any) -> Callable[..., None]:
     x, times scale and plus bias where there are any, stored in y or added to it. Matrix and x are given by their
     addresses; at `room` there is memory for `ROOM` rows of the matrix and `SUMS` numbers more."""
     size, is_plain, few = np.dtype(kind).itemsize, kind is np.float32, _few_of(kind)
+    several = products(1, _TOGETHER, in_turn=True)
 
     @njit(**INNER)
     def multiply(
@@ -100,6 +103,11 @@ def multiply_of(kind: Any) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         sums = room + 4 * ROOM * inputs
         if rows <= FEW:
+            if rows == 1:
+                begin, first = first, last - (last - first) % _TOGETHER
+                for output in range(begin, first, _TOGETHER):
+                    several(weights + output * inputs * size, kind, x, inputs, sums)
+                    _finish(sums, 0, 1, output, _TOGETHER, scales, bias, y, adds)
             for output in range(first, last):
                 few(weights + output * inputs * size, x, rows, inputs, output, scales, bias, y, 0, adds, sums)
             return

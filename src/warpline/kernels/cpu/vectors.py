@@ -90,10 +90,10 @@ def _summed_together(builder: Any, vectors: list[Any]) -> list[Any]:
 
 
 @functools.cache
-def products(rows: int, outputs: int) -> Callable[..., Number]:
-    """Of so many rows of x and of a matrix. Compiled code calls it with: address of the matrix's first row, type of
-    its elements, address of the first row of x, elements of a row, address where sums go, float32 [rows, outputs]. It
-    returns the last of them."""
+def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[..., Number]:
+    """Of so many rows of x and of a matrix, whose rows are read side by side, or in turn. Compiled code calls it with:
+    address of the matrix's first row, type of its elements, address of the first row of x, elements of a row, address
+    where sums go, float32 [rows, outputs]. It returns the last of them."""
 
     @intrinsic
     def made(_context: Any, weights: Any, kind: Any, x: Any, inputs: Any, sums: Any) -> Any:
@@ -112,33 +112,38 @@ def products(rows: int, outputs: int) -> Callable[..., Number]:
             totals = {(r, o, c): room(_VECTOR) for r, o in pairs for c in range(CHAINS)}
             rest = {pair: room(_FLOAT) for pair in pairs}
 
-            def step(first: Any, like: Any, into: Any) -> None:
-                """One element, or as many as a vector has, of every row."""
+            def step(read: range, first: Any, like: Any, into: Any) -> None:
+                """One element, or as many as a vector has, of every row of x and of those of the matrix."""
                 starts = [
                     builder.add(first, builder.mul(inputs, ir.Constant(_INT64, i))) for i in range(max(rows, outputs))
                 ]
-                ws = [_loaded(builder, weights, starts[o], stored, like) for o in range(outputs)]
+                ws = {o: _loaded(builder, weights, starts[o], stored, like) for o in read}
                 xs = [_loaded(builder, x, starts[r], types.float32, like) for r in range(rows)]
                 for r, o in pairs:
-                    builder.store(_added(builder, builder.load(into(r, o)), ws[o], xs[r]), into(r, o))
+                    if o in read:
+                        builder.store(_added(builder, builder.load(into(r, o)), ws[o], xs[r]), into(r, o))
 
             def number(n: int) -> Any:
                 return ir.Constant(_INT64, n)
 
-            most = builder.udiv(inputs, number(TOGETHER))
-            with cgutils.for_range(builder, most) as loop:
-                first = builder.mul(loop.index, number(TOGETHER))
-                for chain in range(CHAINS):
-                    at = builder.add(first, number(LANES * chain))
-                    step(at, _VECTOR, lambda r, o, c=chain: totals[r, o, c])
-            done = builder.mul(most, number(TOGETHER))
-            more = builder.udiv(builder.sub(inputs, done), number(LANES))
-            with cgutils.for_range(builder, more) as loop:
-                at = builder.add(done, builder.mul(loop.index, number(LANES)))
-                step(at, _VECTOR, lambda r, o: totals[r, o, 0])
-            done = builder.add(done, builder.mul(more, number(LANES)))
-            with cgutils.for_range(builder, builder.sub(inputs, done)) as loop:
-                step(builder.add(done, loop.index), _FLOAT, lambda r, o: rest[r, o])
+            def read_rows(read: range) -> None:
+                most = builder.udiv(inputs, number(TOGETHER))
+                with cgutils.for_range(builder, most) as loop:
+                    first = builder.mul(loop.index, number(TOGETHER))
+                    for chain in range(CHAINS):
+                        at = builder.add(first, number(LANES * chain))
+                        step(read, at, _VECTOR, lambda r, o, c=chain: totals[r, o, c])
+                done = builder.mul(most, number(TOGETHER))
+                more = builder.udiv(builder.sub(inputs, done), number(LANES))
+                with cgutils.for_range(builder, more) as loop:
+                    at = builder.add(done, builder.mul(loop.index, number(LANES)))
+                    step(read, at, _VECTOR, lambda r, o: totals[r, o, 0])
+                done = builder.add(done, builder.mul(more, number(LANES)))
+                with cgutils.for_range(builder, builder.sub(inputs, done)) as loop:
+                    step(read, builder.add(done, loop.index), _FLOAT, lambda r, o: rest[r, o])
+
+            for first_read in range(0, outputs, 1 if in_turn else outputs):
+                read_rows(range(first_read, first_read + 1) if in_turn else range(outputs))
             vectors = []
             for r, o in pairs:
                 chains = [builder.load(totals[r, o, chain]) for chain in range(CHAINS)]
