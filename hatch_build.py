@@ -1,7 +1,7 @@
 """The page of the package: README, without links that only a repository can follow.
 
-Called when a package is built. With a `Source` among the project's URLs links become absolute; without one, pictures are
-left out and links become words.
+Called when a package is built. With a `Source` among the project's URLs links become absolute; without one, pictures
+are left out and links become words.
 """
 
 from __future__ import annotations
