@@ -45,8 +45,9 @@ def diff(
     deterministic: Deterministic = _ENGINE.deterministic,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find the first op in which two executors differ; with --alone, the first whose bits depend on the batch. The same
-    random text is decoded on both sides. Rounding is no difference between executors, but any bit is one with --alone.
+    """Find the first op in which two executors differ. The same random text is decoded on both sides.
+
+    Rounding is no difference between executors. With --alone it is the first op whose bits depend on the batch.
 
     Exits with 1 if there is one.
     """
