@@ -17,7 +17,7 @@ from tests.model.test_stories import held_out
 from warpline import LLM, SamplingParams
 from warpline.engine.executors.cpu import table as tables
 from warpline.errors import ConfigError
-from warpline.kernels.cpu import draft
+from warpline.kernels.cpu import draft, sizes
 
 #: Small vocabularies repeat themselves, so that many drafts are right.
 MODEL = "random:n_layer=2,n_head=2,n_embd=48,n_positions=200,vocab_size=90"
@@ -152,11 +152,11 @@ def test_what_cannot_be_asked_for() -> None:
 def test_the_longest_match_is_found(tokens: list[int]) -> None:
     """By trying all places and lengths."""
     ends = range(1, len(tokens))
-    sizes = {
-        end: max(n for n in range(min(end, draft.MOST_MATCH) + 1) if n == 0 or tokens[end - n : end] == tokens[-n:])
+    longest = {
+        end: max(n for n in range(min(end, sizes.MOST_MATCH) + 1) if n == 0 or tokens[end - n : end] == tokens[-n:])
         for end in ends
     }
-    best = max(sizes.values(), default=0)
+    best = max(longest.values(), default=0)
     size, place = draft.longest_match.py_func(np.array(tokens), len(tokens))
     assert size == best
     if best:
@@ -165,7 +165,7 @@ def test_the_longest_match_is_found(tokens: list[int]) -> None:
 
 def test_a_text_that_repeats_is_drafted_as_it_goes_on() -> None:
     """Behind its own end as well, and no further than a chance above the bar allows."""
-    chances, guesses = np.ones(draft.KINDS, np.float32), np.zeros(draft.GUESS, np.int64)
+    chances, guesses = np.ones(sizes.KINDS, np.float32), np.zeros(sizes.GUESS, np.int64)
     tokens, none = np.array([1, 2, 3, 1, 2, 3, 1, 0, 0, 0, 0, 0]), np.zeros(0, np.int64)
     py = {name: getattr(draft, name).py_func for name in ("draft",)}
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float, erf, load
+from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float, erf
 
 _ONE = np.float32(1)
 
@@ -46,15 +46,6 @@ def log(x: Number) -> Number:
     p = p * f + np.float32(3.3333331174e-1)
     square = f * f
     return f + (p * f * square - np.float32(0.5) * square) + np.float32(exponent) * np.float32(0.6931471805599453)
-
-
-@njit(**INNER, fastmath=True)
-def dot(row: np.ndarray, x: np.ndarray, count: int) -> Number:
-    """The product of a stored row and a vector."""
-    total = np.float32(0)
-    for i in range(count):
-        total += load(row[i]) * x[i]
-    return total
 
 
 @njit(**INNER, fastmath=True)

@@ -20,18 +20,19 @@ from numba import cfunc, types
 
 from warpline.kernels.cpu import machine
 from warpline.kernels.cpu.decode import program
+from warpline.kernels.cpu.integers import unit_of
 from warpline.kernels.cpu.machine import ENTRY, target
 
 #: How compiled code sees what is stored: half precision goes by its bits.
 SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
 
 #: Functions whose sums the compiler may put in any order: one copy of each, so that it is the same one everywhere.
-ONE_COPY = ("normalise", "attend", "mass_above", "sum_of_exp")
+ONE_COPY = ("normalise", "soften", "mass_above", "sum_of_exp")
 
 
 def lowered(stored: str, cached: str, activation: str) -> str:
     """LLVM's language, not optimised."""
-    function = program(SEEN[stored], SEEN[cached], activation)
+    function = program(SEEN[stored], SEEN[cached], activation, unit_of(machine.features()))
     made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(function)
     return str(made.inspect_llvm()).replace(made.native_name, ENTRY)
 

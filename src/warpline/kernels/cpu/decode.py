@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.arithmetic import ACTIVATIONS, dot, exp, normalise
-from warpline.kernels.cpu.draft import COUNTS
-from warpline.kernels.cpu.intrinsics import INNER, Number, added, array, load, matrix, seen, store
+from warpline.kernels.cpu.arithmetic import ACTIVATIONS, normalise
+from warpline.kernels.cpu.attention import attend_of
+from warpline.kernels.cpu.integers import Unit, rounded_of
+from warpline.kernels.cpu.intrinsics import INNER, added, array, load, matrix, seen, store
 from warpline.kernels.cpu.lanes import (
     FLAG,
     SINGLE,
@@ -30,41 +31,24 @@ from warpline.kernels.cpu.lanes import (
     number,
     whole,
 )  # fmt: skip
-from warpline.kernels.cpu.products import multiply_of, product_of
-from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible
+from warpline.kernels.cpu.products import multiply_codes_of, multiply_of, product_of
+from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
 from warpline.kernels.cpu.sharing import finished, taken, wait
+from warpline.kernels.cpu.sizes import COUNTS, LINE, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
 _WORDS, _STAGE = len(Word), len(Stage)
 
 
-@njit(**INNER, fastmath=True)
-def attend(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, last: int, scale: Number, scores: np.ndarray,
-    y: np.ndarray,
-) -> None:  # fmt: skip
-    """One head of one sequence: its query over the positions from `first` to `last`."""
-    depth = len(q)
-    top = np.float32(-3e38)
-    for t in range(first, last):
-        scores[t] = dot(keys[t], q, depth) * scale
-        top = max(top, scores[t])
-    total = np.float32(0)
-    for t in range(first, last):
-        scores[t] = exp(scores[t] - top)
-        total += scores[t]
-    for d in range(depth):
-        y[d] = np.float32(0)
-    for t in range(first, last):
-        weight, row = scores[t] / total, values[t]
-        for d in range(depth):
-            y[d] += weight * load(row[d])
+_row_bytes = njit(**INNER)(row_bytes)
 
 
-def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], None]:
+def program(stored: Any, cached: Any, activation: str, unit: Unit) -> Callable[[int, Any], None]:
     """The function for weights and a cache of numpy's types `stored` and `cached`."""
-    activated, cell = ACTIVATIONS[activation], np.dtype(cached).itemsize
-    multiply, multiply_codes, logit = multiply_of(stored), multiply_of(np.int8), product_of(stored)
+    activated, cell, attend = ACTIVATIONS[activation], np.dtype(cached).itemsize, attend_of(cached)
+    multiply_codes, rounded, all_codes = multiply_codes_of(unit), rounded_of(unit), stored is np.int8
+    plain = np.float32 if all_codes else stored  # which codes have no use for
+    multiply, logit = multiply_of(plain), product_of(plain)
 
     @njit(**INNER)
     def embed_row(at: np.ndarray, row: int) -> None:
@@ -86,28 +70,31 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
             x[i] = load(here[i]) * scale + place[i]
 
     @njit(**INNER)
-    def embed(at: np.ndarray, piece: int) -> None:
-        """A row, or of newest tokens those of a lane."""
-        if at[Word.BEGIN.value] == Begin.NEWEST.value:
-            firsts = array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1)
-            for row in range(firsts[piece], firsts[piece + 1]):
-                embed_row(at, row)
-        else:
-            embed_row(at, piece)
+    def embed(at: np.ndarray, lane: int) -> None:
+        firsts = array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1)
+        for row in range(firsts[lane], firsts[lane + 1]):
+            embed_row(at, row)
+
+    @njit(**INNER)
+    def multiplies_codes(at: np.ndarray, stage: np.ndarray) -> bool:
+        return all_codes or (at[Word.SCREENS.value] != 0 and stage[Stage.CODES.value] != 0)
 
     @njit(**INNER)
     def product(at: np.ndarray, stage: np.ndarray, piece: int, x: int, room: int) -> None:
+        """Outputs of a stage, for rows of x, or where codes are multiplied for rows in quanta."""
         outputs, inputs, rows = stage[Stage.OUTPUTS.value], stage[Stage.INPUTS.value], at[Word.ROWS.value]
         first, last = outputs * piece // stage[Stage.PIECES.value], outputs * (piece + 1) // stage[Stage.PIECES.value]
-        scales = array(stage[Stage.SCALES.value], SINGLE, outputs if stage[Stage.SCALES.value] != 0 else 0)
-        bias = array(stage[Stage.BIAS.value], SINGLE, outputs if stage[Stage.BIAS.value] != 0 else 0)
         y, form = matrix(stage[Stage.TARGET.value], SINGLE, rows, outputs), stage[Stage.FORM.value]
-        if at[Word.SCREENS.value] != 0 and stage[Stage.CODES.value] != 0:
-            scales = array(stage[Stage.CODE_SCALES.value], SINGLE, outputs)
-            multiply_codes(stage[Stage.CODES.value], scales, bias, x, rows, inputs, y, first, last, False, room)
-            return
-        adds = form == Form.ADDED.value
-        multiply(stage[Stage.MATRIX.value], scales, bias, x, rows, inputs, y, first, last, adds, room)
+        biases, adds = stage[Stage.BIAS.value], form == Form.ADDED.value
+        if multiplies_codes(at, stage):
+            codes, scales = stage[Stage.MATRIX.value], stage[Stage.SCALES.value]
+            if not all_codes:
+                codes, scales = stage[Stage.CODES.value], stage[Stage.CODE_SCALES.value]
+            target = stage[Stage.TARGET.value]
+            multiply_codes(codes, scales, biases, x, rows, inputs, target, outputs, first, last, adds)
+        else:
+            bias = array(biases, SINGLE, outputs if biases != 0 else 0)
+            multiply(stage[Stage.MATRIX.value], bias, x, rows, inputs, y, first, last, adds, room)
         if form == Form.ACTIVATED.value:
             for r in range(rows):
                 here = y[r]
@@ -134,67 +121,78 @@ def program(stored: Any, cached: Any, activation: str) -> Callable[[int, Any], N
             array(stage[Stage.NORMS.value], SINGLE, vocab),
         )
         length, temperature = length_of(normal), number(at[Word.TEMPERATURE.value], slot)
+        rest = rest_of(normal, length)
         if temperature > 0:
             noisy = matrix(at[Word.NOISY.value], SINGLE, rows, vocab)[r]
-            mark_drawn(logits, errors, norms, length, width, marks, temperature, key, noisy)
+            mark_drawn(logits, errors, norms, length, rest, marks, temperature, key, noisy)
         else:
-            mark_possible(logits, errors, norms, length, width, marks)
+            mark_possible(logits, errors, norms, length, rest, marks)
         for i in range(vocab):
             if marks[i] != 0:
                 logits[i] = logit(stage[Stage.MATRIX.value], private, width, i, private + 4 * width)
                 marks[i] = 0
 
     @njit(**INNER)
-    def attention(at: np.ndarray, stage: np.ndarray, piece: int, scores: np.ndarray) -> None:
-        """One head of one row, or its keys and values; of newest tokens one head of one lane, and both."""
+    def attention(at: np.ndarray, stage: np.ndarray, piece: int, room: int) -> None:
+        """One head of a lane: its keys and values, or attention, or of newest tokens both. Pieces that follow one
+        another have the same head, whose keys and values stay near."""
         heads, width, capacity = at[Word.HEADS.value], at[Word.WIDTH.value], at[Word.CAPACITY.value]
         depth, newest, rows = width // heads, at[Word.BEGIN.value] == Begin.NEWEST.value, at[Word.ROWS.value]
-        first_row, head = piece // heads, piece % heads
-        end_row, column = first_row + 1, head * depth
-        if newest:
-            firsts = array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1)
-            first_row, end_row = firsts[first_row], firsts[end_row]
-            if first_row == end_row:
-                return
-        begin = (whole(at[Word.SEQUENCES.value], first_row) * heads + head) * capacity * depth * cell
-        keys = matrix(stage[Stage.KEYS.value] + begin, cached, capacity, depth)
-        values = matrix(stage[Stage.VALUES.value] + begin, cached, capacity, depth)
-        qkv = matrix(stage[Stage.SOURCE.value], SINGLE, rows, 3 * width)
+        head, lane = piece // at[Word.LANES.value], piece % at[Word.LANES.value]
+        firsts = array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1)
+        first, end, column = firsts[lane], firsts[lane + 1], head * depth
+        if first == end:
+            return
+        begin = (whole(at[Word.SEQUENCES.value], first) * heads + head) * capacity * depth * cell
+        keys, values = stage[Stage.KEYS.value] + begin, stage[Stage.VALUES.value] + begin
+        source, target = stage[Stage.SOURCE.value] + 4 * column, stage[Stage.TARGET.value] + 4 * column
         if stage[Stage.FORM.value] == Form.CACHED.value or newest:
-            for r in range(first_row, end_row):
+            qkv = matrix(stage[Stage.SOURCE.value], SINGLE, rows, 3 * width)
+            kept = matrix(keys, cached, capacity, depth), matrix(values, cached, capacity, depth)
+            for r in range(first, end):
                 position = whole(at[Word.POSITIONS.value], r)
                 for d in range(depth):
-                    store(keys[position], d, qkv[r, width + column + d])
-                    store(values[position], d, qkv[r, 2 * width + column + d])
+                    store(kept[0][position], d, qkv[r, width + column + d])
+                    store(kept[1][position], d, qkv[r, 2 * width + column + d])
         if stage[Stage.FORM.value] == Form.ATTENTION.value:
-            window, scale = at[Word.WINDOW.value], number(at[Word.SETTINGS.value], stage[Stage.SCALE.value])
-            target = matrix(stage[Stage.TARGET.value], SINGLE, rows, width)
-            for r in range(first_row, end_row):
-                end = whole(at[Word.POSITIONS.value], r) + 1
-                first = max(0, end - window) if window > 0 else 0
-                y = target[r][column : column + depth]
-                attend(qkv[r][column : column + depth], keys, values, first, end, scale, scores, y)
+            scale = number(at[Word.SETTINGS.value], stage[Stage.SCALE.value])
+            last = whole(at[Word.POSITIONS.value], first) + 1
+            attend(
+                source + 12 * first * width, 3 * width, end - first, keys, values, depth, last, at[Word.WINDOW.value],
+                scale, target + 4 * first * width, width, capacity, room,
+            )  # fmt: skip
+
+    @njit(**INNER)
+    def normalise_rows(at: np.ndarray, stage: np.ndarray, rows: int, x: int, y: int) -> None:
+        width, epsilon = at[Word.WIDTH.value], number(at[Word.SETTINGS.value], 0)
+        weight = array(stage[Stage.NORM.value], SINGLE, width)
+        bias = array(stage[Stage.NORM_BIAS.value], SINGLE, width)
+        source, normal = matrix(x, SINGLE, rows, width), matrix(y, SINGLE, rows, width)
+        for r in range(rows):
+            normalise(source[r], weight, bias, epsilon, normal[r])
 
     @njit(**INNER)
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
         """The pieces of a stage that no other thread takes."""
-        width = at[Word.WIDTH.value]
-        x, normalised = stage[Stage.SOURCE.value], stage[Stage.NORM.value] == 0
+        width, inputs = at[Word.WIDTH.value], stage[Stage.INPUTS.value]
+        x, is_ready = stage[Stage.SOURCE.value], False
         piece = taken(at, end)
         while piece >= 0:
             rows = at[Word.ROWS.value]  # only who has a piece knows which pass it is
-            room = private + 4 * rows * width
+            room = private + (4 * rows * width + LINE - 1) // LINE * LINE
             if stage[Stage.FORM.value] >= Form.CACHED.value:
-                attention(at, stage, piece - base, array(room, SINGLE, at[Word.CAPACITY.value]))
+                attention(at, stage, piece - base, room)
             else:
-                if not normalised:
-                    weight = array(stage[Stage.NORM.value], SINGLE, width)
-                    bias = array(stage[Stage.NORM_BIAS.value], SINGLE, width)
-                    epsilon = number(at[Word.SETTINGS.value], 0)
-                    source, normal = matrix(x, SINGLE, rows, width), matrix(private, SINGLE, rows, width)
-                    for r in range(rows):
-                        normalise(source[r], weight, bias, epsilon, normal[r])
-                    x, normalised = private, True
+                if not is_ready:
+                    if stage[Stage.NORM.value] != 0:
+                        normalise_rows(at, stage, rows, x, private)
+                        x = private
+                    if multiplies_codes(at, stage):
+                        source = matrix(x, SINGLE, rows, inputs)
+                        for r in range(rows):
+                            rounded(source[r], room + r * _row_bytes(inputs))
+                        x = room
+                    is_ready = True
                 product(at, stage, piece - base, x, room)
             finished(at, end)
             piece = taken(at, end)

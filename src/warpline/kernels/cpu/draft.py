@@ -13,24 +13,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from warpline.config import MOST_SPECULATIVE_TOKENS
 from warpline.kernels.cpu.intrinsics import INNER, Number
+from warpline.kernels.cpu.sizes import CLASSES, MOST_MATCH, ORDERS
 
-#: Tokens that are compared; matches of this many and more are one kind.
-MOST_MATCH = 6
-#: Tokens before an entry of the table, at least and at most, and classes of how often the entry was seen.
-ORDERS, CLASSES = (2, 4), 3
-#: Kinds of matches: by length in the text, then by order and class in the table.
-KINDS = MOST_MATCH + (ORDERS[1] - ORDERS[0] + 1) * CLASSES
-#: How likely a kind is to be right, as long as nothing is known of a sequence.
-FIRST_CHANCES = np.array([0.1, 0.2, 0.35, 0.5, 0.6, 0.7] + [0.2, 0.35, 0.5] * 3, np.float32)
 #: Weight of the newest outcome in a moving average.
 RATE = np.float32(1 / 16)
-#: What is known of a slot's last drafts: how many are run, the first guess (-1 if there is none), the kind of each.
-GUESS = 2 + MOST_SPECULATIVE_TOKENS
-#: What is counted of a slot: passes, drafts that were run, drafts that were right.
-COUNTS = 3
-
 # An entry of the table is one word, so that no thread sees half of one: how often it was right (8 bits), the token (24)
 # and a part of its key (31).
 _TOKEN, _TAG = 8, 32

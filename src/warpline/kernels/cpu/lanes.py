@@ -11,8 +11,9 @@ import numpy as np
 from numba import njit
 
 from warpline.kernels.cpu.choose import choose, log_probabilities, penalise
-from warpline.kernels.cpu.draft import GUESS, KINDS, draft, learn, note
+from warpline.kernels.cpu.draft import draft, learn, note
 from warpline.kernels.cpu.intrinsics import INNER, Number, added, array, matrix, seen
+from warpline.kernels.cpu.sizes import GUESS, KINDS
 from warpline.kernels.cpu.words import Word
 
 SINGLE, WHOLE, FLAG = np.float32, np.int64, np.uint8

@@ -29,6 +29,11 @@ def _host() -> tuple[str, str, str]:
     return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
+def features() -> str:
+    """What it can do, by LLVM's names."""
+    return _host()[2]
+
+
 def target() -> Any:
     """LLVM's description of it."""
     triple, cpu, features = _host()

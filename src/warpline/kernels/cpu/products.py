@@ -14,32 +14,31 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from warpline.kernels.cpu import integers
+from warpline.kernels.cpu.integers import Unit
 from warpline.kernels.cpu.intrinsics import INNER, Number, array, load
+from warpline.kernels.cpu.sizes import ROOM, SUMS, row_bytes
 from warpline.kernels.cpu.vectors import products
 
-#: Rows of x up to which the matrix is read as it lies; else so many of its rows are converted at a time.
-FEW, ROOM = 8, 4
+#: Rows of x up to which the matrix is read as it lies.
+FEW = 8
 #: Outputs of one row of x whose last sums are made together; the matrix is read row by row all the same.
 _TOGETHER = 4
-#: Sums of a block, at most.
-SUMS = 16
 #: Rows and outputs of a block where rows are many.
 _TALL, _WIDE = 6, 2
-_ONE = np.float32(1)
 _BLOCK = products(_TALL, _WIDE)
 
 
 @njit(**INNER)
 def _finish(
-    sums: int, r: int, rows: int, output: int, outputs: int, scales: np.ndarray, bias: np.ndarray, y: np.ndarray,
+    sums: int, r: int, rows: int, output: int, outputs: int, bias: np.ndarray, y: np.ndarray,
     adds: bool,
 ) -> None:  # fmt: skip
     found = array(sums, np.float32, SUMS)
     for o in range(outputs):
-        scale = scales[output + o] if len(scales) > 0 else _ONE
         base = bias[output + o] if len(bias) > 0 else np.float32(0)
         for i in range(rows):
-            value = found[i * outputs + o] * scale + base
+            value = found[i * outputs + o] + base
             y[r + i, output + o] = y[r + i, output + o] + value if adds else value
 
 
@@ -50,21 +49,21 @@ def _few_of(kind: Any) -> Callable[..., None]:
 
     @njit(**INNER)
     def few(
-        at: int, x: int, rows: int, inputs: int, output: int, scales: np.ndarray, bias: np.ndarray, y: np.ndarray,
+        at: int, x: int, rows: int, inputs: int, output: int, bias: np.ndarray, y: np.ndarray,
         first: int, adds: bool, sums: int,
     ) -> None:  # fmt: skip
         r = first
         while r < rows:
             here, some = x + 4 * r * inputs, min(rows - r, 4)
             if some == 1:
-                one(at, kind, here, inputs, sums)
+                one(at, kind, here, inputs, sums, 1)
             elif some == 2:
-                two(at, kind, here, inputs, sums)
+                two(at, kind, here, inputs, sums, 1)
             elif some == 3:
-                three(at, kind, here, inputs, sums)
+                three(at, kind, here, inputs, sums, 1)
             else:
-                four(at, kind, here, inputs, sums)
-            _finish(sums, r, some, output, 1, scales, bias, y, adds)
+                four(at, kind, here, inputs, sums, 1)
+            _finish(sums, r, some, output, 1, bias, y, adds)
             r += some
 
     return few
@@ -75,30 +74,30 @@ _near = _few_of(np.float32)
 
 @njit(**INNER)
 def _many(
-    at: int, x: int, rows: int, inputs: int, output: int, outputs: int, scales: np.ndarray, bias: np.ndarray,
+    at: int, x: int, rows: int, inputs: int, output: int, outputs: int, bias: np.ndarray,
     y: np.ndarray, adds: bool, sums: int,
 ) -> None:  # fmt: skip
     """Several outputs of a matrix in float32."""
     tall, wide = rows - rows % _TALL, outputs - outputs % _WIDE
     for r in range(0, tall, _TALL):
         for o in range(0, wide, _WIDE):
-            _BLOCK(at + 4 * o * inputs, np.float32, x + 4 * r * inputs, inputs, sums)
-            _finish(sums, r, _TALL, output + o, _WIDE, scales, bias, y, adds)
+            _BLOCK(at + 4 * o * inputs, np.float32, x + 4 * r * inputs, inputs, sums, _WIDE)
+            _finish(sums, r, _TALL, output + o, _WIDE, bias, y, adds)
     for o in range(outputs):
-        _near(at + 4 * o * inputs, x, rows, inputs, output + o, scales, bias, y, tall if o < wide else 0, adds, sums)
+        _near(at + 4 * o * inputs, x, rows, inputs, output + o, bias, y, tall if o < wide else 0, adds, sums)
 
 
 @functools.cache
 def multiply_of(kind: Any) -> Callable[..., None]:
     """The product with a matrix whose elements are of numpy's type `kind`: outputs `first` to `last` for every row of
-    x, times scale and plus bias where there are any, stored in y or added to it. Matrix and x are given by their
+    x, plus bias where there is one, stored in y or added to it. Matrix and x are given by their
     addresses; at `room` there is memory for `ROOM` rows of the matrix and `SUMS` numbers more."""
     size, is_plain, few = np.dtype(kind).itemsize, kind is np.float32, _few_of(kind)
     several = products(1, _TOGETHER, in_turn=True)
 
     @njit(**INNER)
     def multiply(
-        weights: int, scales: np.ndarray, bias: np.ndarray, x: int, rows: int, inputs: int, y: np.ndarray, first: int,
+        weights: int, bias: np.ndarray, x: int, rows: int, inputs: int, y: np.ndarray, first: int,
         last: int, adds: bool, room: int,
     ) -> None:  # fmt: skip
         sums = room + 4 * ROOM * inputs
@@ -106,10 +105,10 @@ def multiply_of(kind: Any) -> Callable[..., None]:
             if rows == 1:
                 begin, first = first, last - (last - first) % _TOGETHER
                 for output in range(begin, first, _TOGETHER):
-                    several(weights + output * inputs * size, kind, x, inputs, sums)
-                    _finish(sums, 0, 1, output, _TOGETHER, scales, bias, y, adds)
+                    several(weights + output * inputs * size, kind, x, inputs, sums, _TOGETHER)
+                    _finish(sums, 0, 1, output, _TOGETHER, bias, y, adds)
             for output in range(first, last):
-                few(weights + output * inputs * size, x, rows, inputs, output, scales, bias, y, 0, adds, sums)
+                few(weights + output * inputs * size, x, rows, inputs, output, bias, y, 0, adds, sums)
             return
         for output in range(first, last, ROOM):
             outputs, at = min(last - output, ROOM), weights + output * inputs * size
@@ -118,18 +117,80 @@ def multiply_of(kind: Any) -> Callable[..., None]:
                 for i in range(outputs * inputs):
                     converted[i] = load(stored[i])
                 at = room
-            _many(at, x, rows, inputs, output, outputs, scales, bias, y, adds, sums)
+            _many(at, x, rows, inputs, output, outputs, bias, y, adds, sums)
 
     return multiply
 
 
 @functools.cache
 def product_of(kind: Any) -> Callable[..., Number]:
-    """What `multiply` makes of one output for one row of x, where there is neither scale nor bias."""
+    """What `multiply` makes of one output for one row of x, where there is no bias."""
     one, size = products(1, 1), np.dtype(kind).itemsize
 
     @njit(**INNER)
     def product(weights: int, x: int, inputs: int, output: int, room: int) -> Number:
-        return one(weights + output * inputs * size, kind, x, inputs, room)
+        return one(weights + output * inputs * size, kind, x, inputs, room, 1)
 
     return product
+
+
+# --- codes of one byte ------------------------------------------------------------------------------------------------
+
+_row_bytes = njit(**INNER)(row_bytes)
+
+
+@functools.cache
+def multiply_codes_of(unit: Unit) -> Callable[..., None]:
+    """The same with int8 codes and rows of x in quanta (integers.py). Scales, biases (or 0) and results are given by
+    their addresses too, and `apart` says how far the results of two rows are apart."""
+    block = integers.products(unit, unit.rows, unit.outputs)
+    several, single = integers.products(unit, 1, _TOGETHER, in_turn=True), integers.products(unit, 1, 1)
+    abreast = integers.products(unit, unit.few, 1)
+    tall, wide, most = unit.rows, unit.outputs, unit.few
+
+    @njit(**INNER)
+    def few(
+        codes: int, inputs: int, x: int, rows: int, scales: int, biases: int, y: int, apart: int, adds: bool
+    ) -> None:
+        """One output."""
+        r = 0
+        while r < rows:
+            here, target, some = x + r * _row_bytes(inputs), y + 4 * r * apart, 1
+            if rows - r >= most:
+                abreast(codes, inputs, here, scales, biases, target, apart, adds)
+                some = most
+            else:
+                single(codes, inputs, here, scales, biases, target, apart, adds)
+            r += some
+
+    @njit(**INNER)
+    def multiply_codes(
+        codes: int, scales: int, biases: int, x: int, rows: int, inputs: int, y: int, apart: int, first: int, last: int,
+        adds: bool,
+    ) -> None:  # fmt: skip
+        step = 4 if biases != 0 else 0
+        if rows <= FEW:
+            output = first
+            while output < last:
+                at, scale, bias = codes + output * inputs, scales + 4 * output, biases + step * output
+                if rows == 1 and last - output >= _TOGETHER:
+                    several(at, inputs, x, scale, bias, y + 4 * output, apart, adds)
+                    output += _TOGETHER
+                else:
+                    few(at, inputs, x, rows, scale, bias, y + 4 * output, apart, adds)
+                    output += 1
+            return
+        # A few rows of x stay in the nearest cache while the matrix, or this part of it, passes by.
+        whole, end = rows - rows % tall, last - (last - first) % wide
+        for r in range(0, whole, tall):
+            here = x + r * _row_bytes(inputs)
+            for output in range(first, end, wide):
+                at, target = codes + output * inputs, y + 4 * (r * apart + output)
+                block(at, inputs, here, scales + 4 * output, biases + step * output, target, apart, adds)
+        for output in range(first, last):
+            begin = whole if output < end else 0
+            at, target = codes + output * inputs, y + 4 * (begin * apart + output)
+            here, scale, bias = x + begin * _row_bytes(inputs), scales + 4 * output, biases + step * output
+            few(at, inputs, here, rows - begin, scale, bias, target, apart, adds)
+
+    return multiply_codes

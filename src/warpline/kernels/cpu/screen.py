@@ -1,7 +1,7 @@
 """Which logits need not be computed: those whose bounds, from codes of one byte, exclude that they are the largest.
 
-cuda/screen.cuh has the argument. Here the hidden state is not rounded, so that the error of the codes and what sums
-round off, in whatever order they are added, are all that is uncertain.
+cuda/screen.cuh has the argument. The hidden state is rounded to quanta (integers.py), half of one for every element at
+most.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 
 from warpline.kernels.cpu.choose import FINITE_OR_NOT, gumbel
+from warpline.kernels.cpu.integers import quantum_of
 from warpline.kernels.cpu.intrinsics import INNER, Number
 
 
@@ -25,12 +26,18 @@ def length_of(x: np.ndarray) -> Number:
     return np.float32(length) if 1e-15 < length < 1e18 else np.float32(np.inf)
 
 
+@njit(**INNER)
+def rest_of(x: np.ndarray, length: Number) -> Number:
+    """What a row of length 1 may be off by because x is rounded, and by what sums round off in whatever order."""
+    width = np.float32(len(x))
+    return width * np.float32(2.0**-21) * length + np.float32(0.51) * np.float32(math.sqrt(width)) * quantum_of(x)
+
+
 @njit(**INNER, fastmath=FINITE_OR_NOT)
 def mark_possible(
-    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, width: int, marks: np.ndarray
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray
 ) -> None:
     """Set a mark where the true logit can be the largest. `scores` are what the codes say."""
-    rest = np.float32(width) * np.float32(2.0**-21) * length
     least = np.float32(-np.inf)
     for i in range(len(scores)):
         least = max(least, scores[i] - _off(scores[i], errors[i], norms[i], length, rest))
@@ -40,11 +47,10 @@ def mark_possible(
 
 @njit(**INNER, fastmath=FINITE_OR_NOT)
 def mark_drawn(
-    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, width: int, marks: np.ndarray,
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray,
     temperature: Number, key: int, noise: np.ndarray,
 ) -> None:  # fmt: skip
     """The same with noise, which is left in `noise`: where the logit can be the one that is drawn."""
-    rest = np.float32(width) * np.float32(2.0**-21) * length
     coolness = np.float32(1) / temperature
     for i in range(len(scores)):
         noise[i] = gumbel(key, i)

@@ -17,21 +17,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from warpline.kernels.cpu.intrinsics import Number
+from warpline.kernels.cpu.sizes import LANES
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-#: Elements of a vector; narrower machines take it in parts.
-LANES = 16
 #: Vectors of sums for each product: they do not wait for one another.
 CHAINS = 2
 TOGETHER = LANES * CHAINS
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def _stored(kind: Any) -> tuple[Any, int]:
     """LLVM's type of a stored number, and its bytes (see `intrinsics.load`)."""
     return {
         types.float32: (_FLOAT, 4),
-        types.int8: (ir.IntType(8), 1),
         types.int16: (ir.HalfType(), 2),
         types.uint16: (_INT16, 2),
     }[kind]
@@ -42,15 +40,14 @@ def _floats(builder: Any, x: Any, kind: Any, like: Any) -> Any:
     whole = ir.VectorType(_INT32, LANES) if isinstance(like, ir.VectorType) else _INT32
     if kind == types.float32:
         return x
-    if kind == types.int8:
-        return builder.sitofp(builder.sext(x, whole), like)
     if kind == types.int16:
         return builder.fpext(x, like)
     shift = ir.Constant(whole, [16] * LANES if whole is not _INT32 else 16)
     return builder.bitcast(builder.shl(builder.zext(x, whole), shift), like)
 
 
-def _loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
+def loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
+    """The stored numbers from an index on, as float32: a vector, or one of them."""
     element, size = _stored(kind)
     address = builder.add(base, builder.mul(index, ir.Constant(_INT64, size)))
     shape = ir.VectorType(element, LANES) if isinstance(like, ir.VectorType) else element
@@ -58,49 +55,56 @@ def _loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
     return _floats(builder, found, kind, like)
 
 
-def _added(builder: Any, total: Any, a: Any, b: Any) -> Any:
+def fused(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    """Total + a * b, rounded once where the CPU can."""
     name = "llvm.fmuladd.v16f32" if isinstance(total.type, ir.VectorType) else "llvm.fmuladd.f32"
     kind = ir.FunctionType(total.type, [total.type] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, total])
 
 
-def _picked(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+def picked(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """Some lanes of two vectors."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
-def _summed(builder: Any, vector: Any) -> Any:
-    """Lane i and i + 8, of what they make i and i + 4, and so on."""
+def summed(builder: Any, vector: Any) -> Any:
+    """The sum of a vector: lane i and i + 8, of what they make i and i + 4, and so on."""
     size = LANES
     while size > 1:
         size //= 2
-        vector = builder.fadd(*(_picked(builder, vector, vector, [*range(at, at + size)]) for at in (0, size)))
+        vector = builder.fadd(*(picked(builder, vector, vector, [*range(at, at + size)]) for at in (0, size)))
     return builder.extract_element(vector, ir.Constant(_INT32, 0))
 
 
-def _summed_together(builder: Any, vectors: list[Any]) -> list[Any]:
+def summed_together(builder: Any, vectors: list[Any]) -> Any:
     """The same of up to four, in a third of the steps: halves and then quarters share vectors."""
     a, b, c, d = (vectors + vectors[:1] * 3)[:4]
     low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
-    halves = [builder.fadd(_picked(builder, x, y, low), _picked(builder, x, y, high)) for x, y in ((a, b), (c, d))]
+    halves = [builder.fadd(picked(builder, x, y, low), picked(builder, x, y, high)) for x, y in ((a, b), (c, d))]
     fours = [[8 * group + first + i for group in range(4) for i in range(4)] for first in (0, 4)]
-    whole = builder.fadd(*(_picked(builder, halves[0], halves[1], lanes) for lanes in fours))
+    whole = builder.fadd(*(picked(builder, halves[0], halves[1], lanes) for lanes in fours))
     for step in (2, 1):
-        whole = builder.fadd(whole, _picked(builder, whole, whole, [lane ^ step for lane in range(LANES)]))
-    return [builder.extract_element(whole, ir.Constant(_INT32, 4 * i)) for i in range(len(vectors))]
+        whole = builder.fadd(whole, picked(builder, whole, whole, [lane ^ step for lane in range(LANES)]))
+    return picked(builder, whole, whole, [4 * i for i in range(len(vectors))])
+
+
+def number(n: int) -> Any:
+    """A constant of 64 bits."""
+    return ir.Constant(_INT64, n)
 
 
 @functools.cache
 def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[..., Number]:
     """Of so many rows of x and of a matrix, whose rows are read side by side, or in turn. Compiled code calls it with:
     address of the matrix's first row, type of its elements, address of the first row of x, elements of a row, address
-    where sums go, float32 [rows, outputs]. It returns the last of them."""
+    where sums go, and from row to row of these. It returns the last of them."""
 
     @intrinsic
-    def made(_context: Any, weights: Any, kind: Any, x: Any, inputs: Any, sums: Any) -> Any:
+    def made(_context: Any, weights: Any, kind: Any, x: Any, inputs: Any, sums: Any, apart: Any) -> Any:
         stored = kind.instance_type
 
         def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            weights, _, x, inputs, target = arguments
+            weights, _, x, inputs, target, apart = arguments
             pairs = [(r, o) for r in range(rows) for o in range(outputs)]
 
             def room(like: Any) -> Any:
@@ -109,7 +113,7 @@ def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[...,
                 builder.store(ir.Constant(like, zero), made)
                 return made
 
-            totals = {(r, o, c): room(_VECTOR) for r, o in pairs for c in range(CHAINS)}
+            totals = {(r, o, c): room(VECTOR) for r, o in pairs for c in range(CHAINS)}
             rest = {pair: room(_FLOAT) for pair in pairs}
 
             def step(read: range, first: Any, like: Any, into: Any) -> None:
@@ -117,14 +121,11 @@ def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[...,
                 starts = [
                     builder.add(first, builder.mul(inputs, ir.Constant(_INT64, i))) for i in range(max(rows, outputs))
                 ]
-                ws = {o: _loaded(builder, weights, starts[o], stored, like) for o in read}
-                xs = [_loaded(builder, x, starts[r], types.float32, like) for r in range(rows)]
+                ws = {o: loaded(builder, weights, starts[o], stored, like) for o in read}
+                xs = [loaded(builder, x, starts[r], types.float32, like) for r in range(rows)]
                 for r, o in pairs:
                     if o in read:
-                        builder.store(_added(builder, builder.load(into(r, o)), ws[o], xs[r]), into(r, o))
-
-            def number(n: int) -> Any:
-                return ir.Constant(_INT64, n)
+                        builder.store(fused(builder, builder.load(into(r, o)), ws[o], xs[r]), into(r, o))
 
             def read_rows(read: range) -> None:
                 most = builder.udiv(inputs, number(TOGETHER))
@@ -132,12 +133,12 @@ def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[...,
                     first = builder.mul(loop.index, number(TOGETHER))
                     for chain in range(CHAINS):
                         at = builder.add(first, number(LANES * chain))
-                        step(read, at, _VECTOR, lambda r, o, c=chain: totals[r, o, c])
+                        step(read, at, VECTOR, lambda r, o, c=chain: totals[r, o, c])
                 done = builder.mul(most, number(TOGETHER))
                 more = builder.udiv(builder.sub(inputs, done), number(LANES))
                 with cgutils.for_range(builder, more) as loop:
                     at = builder.add(done, builder.mul(loop.index, number(LANES)))
-                    step(read, at, _VECTOR, lambda r, o: totals[r, o, 0])
+                    step(read, at, VECTOR, lambda r, o: totals[r, o, 0])
                 done = builder.add(done, builder.mul(more, number(LANES)))
                 with cgutils.for_range(builder, builder.sub(inputs, done)) as loop:
                     step(read, builder.add(done, loop.index), _FLOAT, lambda r, o: rest[r, o])
@@ -151,12 +152,18 @@ def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[...,
             found = []
             for first in range(0, len(pairs), 4):
                 some = vectors[first : first + 4]
-                found += [_summed(builder, some[0])] if len(some) == 1 else _summed_together(builder, some)
-            for i, pair in enumerate(pairs):
-                total = builder.fadd(found[i], builder.load(rest[pair]))
-                builder.store(total, builder.inttoptr(builder.add(target, number(4 * i)), _FLOAT.as_pointer()))
+                if len(some) == 1:
+                    found.append(summed(builder, some[0]))
+                else:
+                    sums = summed_together(builder, some)
+                    found += [builder.extract_element(sums, ir.Constant(_INT32, i)) for i in range(len(some))]
+            for (r, o), one in zip(pairs, found, strict=True):
+                total = builder.fadd(one, builder.load(rest[r, o]))
+                index = builder.add(builder.mul(apart, number(r)), number(o))
+                address = builder.add(target, builder.mul(index, number(4)))
+                builder.store(total, builder.inttoptr(address, _FLOAT.as_pointer()))
             return total
 
-        return types.float32(types.int64, kind, types.int64, types.int64, types.int64), make
+        return types.float32(types.int64, kind, *[types.int64] * 4), make
 
     return made

@@ -23,7 +23,7 @@ class Word(_Places):
     BEGIN = auto()  # a `Begin`
     FIRST = auto()  # stage of a step
     LAST = auto()  # stage that is not run any more
-    LANES = auto()  # sequences
+    LANES = auto()  # sequences, or groups of given tokens that attend together
     ROWS = auto()  # tokens at once; of newest tokens with drafts behind them, other ones in every pass
     DRAFTS = auto()  # of a sequence in a pass, at most; 0 if none are made
     TOPS = auto()  # likeliest tokens that `TOP_TOKEN` has room for

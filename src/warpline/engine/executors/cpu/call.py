@@ -17,9 +17,7 @@ from warpline.config import ModelConfig
 from warpline.engine.clock import Drafted
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
-from warpline.kernels.cpu.draft import COUNTS, FIRST_CHANCES, GUESS, KINDS
-from warpline.kernels.cpu.products import ROOM, SUMS
-from warpline.kernels.cpu.vectors import LANES
+from warpline.kernels.cpu.sizes import COUNTS, FIRST_CHANCES, GROUP, GUESS, KINDS, LINE, ROOM, SUMS, row_bytes
 from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
 from warpline.model.quantise import SCALE
 from warpline.model.screen import Screen
@@ -56,8 +54,10 @@ class Call:
         self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
         qkv, hidden = torch.empty(rows, 3 * width), torch.empty(rows, config.inner)
         marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
-        each = rows * width + max(ROOM * max(width, config.inner) + SUMS, slots.capacity)
-        private = torch.empty(threads, -(-each // LANES) * LANES)  # in whole lines of the cache
+        # Of each thread rows behind LayerNorm, and then what the kind of its stage needs, in whole lines of the cache.
+        inputs, normal = max(width, config.inner), -(-4 * rows * width // LINE) * LINE
+        each = normal + max(rows * row_bytes(inputs), 4 * (ROOM * inputs + SUMS), 4 * GROUP * (width + slots.capacity))
+        private = torch.empty(threads, -(-each // LINE) * LINE // 4)
         scales = [config.attention_scale(layer) for layer in layers]
         stages = []
         for i in layers:
@@ -119,6 +119,7 @@ class Call:
         self._kept = [*told.values(), qkv, hidden, slots.cache, screen]  # whose addresses are told
         self._words = np.array([_word(told.get(word, 0)) for word in Word] + [word for s in stages for word in s])
         self._rows: tuple[int, ...] = ()
+        self._lane_count = 0
 
     def newest(self, slots: Slots, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
         """Have it told so many steps of these lanes; gives the address. `screens`: no row asks for more than its
@@ -134,7 +135,8 @@ class Call:
     def given(self, slots: Sequence[int], positions: np.ndarray, *, end: int = 0, screens: bool = False) -> int:
         """The tokens at these positions of these slots, through all stages before `end`, counted from behind."""
         self._positions[: len(positions)] = positions
-        return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False, screens)
+        firsts = _groups(np.array(slots), positions)
+        return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False, screens, firsts=firsts)
 
     def ready(self, slots: Slots, lanes: Sequence[int], *, first: int, screens: bool = False) -> int:
         """What stands in the first rows of the memory between stages, from stage `first` on, counted from behind, to
@@ -177,13 +179,16 @@ class Call:
         chooses: bool,
         screens: bool = False,
         drafts: int = 0,
+        firsts: np.ndarray | None = None,
     ) -> int:
         words, slots, count = self._words, tuple(slots), len(slots)
-        if slots != self._rows:
+        if slots != self._rows or firsts is not None:
+            firsts = np.arange(count + 1) if firsts is None else firsts
             self._lanes[:count] = self._sequences[:count] = slots
-            self._firsts[: count + 1] = np.arange(count + 1)
-            self._rows = () if drafts else slots  # of which every pass writes its own
-        words[Word.ROWS] = words[Word.LANES] = count
+            self._firsts[: len(firsts)], self._lane_count = firsts, len(firsts) - 1
+            # With drafts every pass writes its own; tokens that are given are others every time.
+            self._rows = () if drafts or begin == Begin.GIVEN else slots
+        words[Word.ROWS], words[Word.LANES] = count, self._lane_count
         words[Word.BEGIN], words[Word.FIRST], words[Word.LAST], words[Word.DRAFTS] = begin, first, last, drafts
         words[Word.STEPS], words[Word.CHOOSES], words[Word.SCREENS] = steps, chooses, screens
         self._shared[: SHARED.index(Word.HALT)] = 0
@@ -225,6 +230,16 @@ class Call:
             norm_bias=t[f"{norm}.bias"] if norm else 0,
             **more,
         )
+
+
+def _groups(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Rows at which groups begin that attend together, and the number of rows: tokens of one sequence, one behind the
+    other, at most `GROUP`."""
+    rows = np.arange(len(slots))
+    begins = np.ones(len(rows), bool)
+    begins[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
+    in_run = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+    return np.append(rows[in_run % GROUP == 0], len(rows))
 
 
 def _told_of(screen: Screen | None) -> dict[str, Tensor]:
