@@ -160,7 +160,7 @@ def test_the_longest_match_is_found(tokens: list[int]) -> None:
     size, place = draft.longest_match.py_func(np.array(tokens), len(tokens))
     assert size == best
     if best:
-        assert place == max(end for end, its in sizes.items() if its == best)
+        assert place == max(end for end, its in longest.items() if its == best)
 
 
 def test_a_text_that_repeats_is_drafted_as_it_goes_on() -> None:
