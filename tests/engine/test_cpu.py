@@ -29,11 +29,9 @@ from warpline import LLM, hardware
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
 from warpline.engine.executors import choose, create
-from warpline.engine.executors.cpu import prompts
 from warpline.engine.executors.cpu.executor import CpuExecutor, Team
 from warpline.engine.request import Request
 from warpline.errors import ConfigError, DeviceError, ModelError
-from warpline.kernels.cpu import library
 from warpline.model.export import export
 from warpline.model.quantise import FILE, SCALE, Packed, quantise
 from warpline.model.weights import Weights, load, stored_dtype
@@ -103,49 +101,6 @@ def test_window(window: int) -> None:
     weights = load(SMALL)
     weights = replace(weights, config=replace(weights.config, window=window))
     assert agree(weights, requests(weights, [10, 30], 25))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
-def test_a_prompt_does_not_wait_for_the_compiler(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = load("random:n_layer=2,n_head=2,n_embd=64,n_positions=64,vocab_size=70000", dtype=dtype)
-    asked = requests(weights, [9, 1, 30], 12)
-    expected = run(CpuExecutor(weights, CPU, dtype), asked)
-    monkeypatch.setattr(library.Build, "is_ready", False)
-    executor = CpuExecutor(weights, CPU, dtype)
-    slots = executor.allocate(3, 60)
-    lanes = slots.admit(asked)
-    with monkeypatch.context() as patch:
-        patch.setattr(library.Build, "function", lambda _: pytest.fail("it waited"))
-        executor.prefill(slots, spans(slots, lanes))
-    executor.decode(slots, lanes, 11)
-    assert news(slots, lanes) == expected
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_prompts_with_packed_matrices_and_without(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no memory for a second copy, the first does."""
-    monkeypatch.setattr(prompts, "PACKED_SHARE", share)
-    weights = load(SMALL)
-    asked = requests(weights, [5, 40, 17], 12)
-    executor = create("cpu", weights, CPU, "fp32")
-    assert run(executor, asked) == run(create("torch", weights, CPU, "fp32"), asked)
-    packed = executor._prompts._packed  # type: ignore[attr-defined]
-    assert len(packed) == (4 * weights.config.n_layer if share else 0)
-
-
-@given(rows=st.integers(1, 70), others=st.integers(0, 70), seed=st.integers(0, 99))
-def test_a_row_of_a_packed_product_is_right_whatever_stands_beside_it(rows: int, others: int, seed: int) -> None:
-    """To the bit, and within the rounding of a sum of so many float32 terms."""
-    weights = load(SMALL)
-    made = prompts.CpuPrompts(weights)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows + others, weights.config.n_embd, generator=generator)
-    name = "h.1.attn.c_attn"
-    weight, bias = (weights.tensors[f"{name}.{part}"].double() for part in ("weight", "bias"))
-    found = made._product(name, x)
-    assert torch.equal(made._product(name, x[:rows].clone()), found[:rows])
-    exact, size = x.double() @ weight.T + bias, x.double().abs() @ weight.T.abs() + bias.abs()
-    assert bool(((found - exact).abs() <= (x.shape[1] + 1) * 2**-24 * size).all())
 
 
 def test_end_of_text_and_limits() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +16,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import cfunc, njit, types
+from torch import Tensor
 
 from tests.engine.arrivals import random_params
 from warpline import LLM, Completion, SamplingParams
-from warpline.kernels.cpu import integers, machine, products, sizes
+from warpline.engine.executors.cpu.forms import in_panels, padded
+from warpline.kernels.cpu import machine, sizes
 from warpline.kernels.cpu.build import SEEN, optimised
 from warpline.kernels.cpu.intrinsics import INNER, array, matrix
+from warpline.kernels.cpu.library import Build
+from warpline.kernels.cpu.panels import RUN, multiply_panels_of
+from warpline.kernels.cpu.products import multiply_of
+from warpline.kernels.cpu.quanta import MOST, rounded
 
 MODEL = "random:n_layer=3,n_head=4,n_embd=80,n_positions=160,vocab_size=601"
 DTYPES = ("fp32", "fp16", "bf16", "int8")
+#: A dtype of weights, and how the matrix lies: by rows, or in panels for a CPU whose vectors are wide or narrow.
+Kind = tuple[str, str]
 
 
 def seen(completion: Completion) -> tuple[object, ...]:
@@ -56,107 +69,172 @@ def test_texts_are_the_same_in_any_company(dtype: str) -> None:
         each.close()
 
 
-def multiplied(kind: str, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """All products of rows, by the function that decoding is made of; of codes by a unit's name."""
-    outputs, inputs = weights.shape
-    y, scales = np.zeros((len(x), outputs), np.float32), np.ones(outputs, np.float32)
-    room = torch.zeros(4 * (sizes.ROOM * inputs + sizes.SUMS) + len(x) * sizes.row_bytes(inputs), dtype=torch.uint8)
-    at = (each.ctypes.data for each in (weights, x, y, scales))
-    words = np.array([*at, room.data_ptr(), len(x), inputs, outputs], np.int64)
-    _PRODUCTS[kind](words.ctypes.data, 0)
+def multiplied(kind: Kind, weights: Tensor, x: Tensor, **more: Any) -> Tensor:
+    """All products of rows, by the functions that decoding is made of. `more`: bias, scales, what y is before."""
+    dtype, form = kind
+    (outputs, inputs), rows = weights.shape, len(x)
+    held = weights if form == "rows" else in_panels(weights)
+    scales, bias, y = (more.get(name) for name in ("scales", "bias", "y"))
+    y = torch.zeros(rows, outputs) if y is None else y.clone()
+    scales = padded(torch.ones(outputs) if scales is None else scales)
+    bias = None if bias is None else bias if form == "rows" else padded(bias)
+    room = torch.zeros(rows * sizes.row_bytes(inputs) + 4 * (sizes.ROOM * inputs + sizes.SUMS), dtype=torch.uint8)
+    x = x.contiguous()
+    places = (0 if each is None else each.data_ptr() for each in (held, x, y, scales, bias, room))
+    words = np.array([*places, rows, inputs, outputs, "y" in more], np.int64)
+    _PRODUCTS[dtype, form](words.ctypes.data, 0)
     return y
 
 
-def _made(kind: str) -> object:
-    whole, single = np.int64, np.float32
-    if kind in UNITS:
-        multiply_codes = products.multiply_codes_of(UNITS[kind])
-        rounded, row_bytes = integers.rounded_of(UNITS[kind]), njit(**INNER)(sizes.row_bytes)
+def _made(kind: Kind) -> Any:
+    dtype, form = kind
+    stored, whole, single = SEEN[dtype], np.int64, np.float32
+    if form == "rows":
+        multiply = multiply_of(stored)
 
         def entry(address: int, _: int) -> None:
-            t = array(address, whole, 8)
-            x = matrix(t[1], single, t[5], t[6])
-            for r in range(t[5]):
-                rounded(x[r], t[4] + r * row_bytes(t[6]))
-            multiply_codes(t[0], t[3], 0, t[4], t[5], t[6], t[2], t[7], 0, t[7], False)
+            t = array(address, whole, 10)
+            bias, y = array(t[4], single, t[8] if t[4] != 0 else 0), matrix(t[2], single, t[6], t[8])
+            multiply(t[0], bias, t[1], t[6], t[7], y, 0, t[8], t[9] != 0, t[5])
     else:
-        multiply = products.multiply_of(SEEN[kind])
+        panels, is_code = multiply_panels_of(stored, form == "wide"), stored is np.int8
+        row_bytes = njit(**INNER)(sizes.row_bytes)
 
         def entry(address: int, _: int) -> None:
-            t = array(address, whole, 8)
-            none, y = array(address, single, 0), matrix(t[2], single, t[5], t[7])
-            multiply(t[0], none, t[1], t[5], t[6], y, 0, t[7], False, t[4])
+            t = array(address, whole, 10)
+            x, apart = t[1], 4 * t[7]
+            if is_code:
+                x, apart = t[5], row_bytes(t[7])
+                for r in range(t[6]):
+                    rounded(array(t[1] + 4 * r * t[7], single, t[7]), x + r * apart)
+            count = (t[8] + sizes.PANEL - 1) // sizes.PANEL
+            panels(t[0], t[3], t[4], x, apart, t[6], t[7], t[2], 4 * t[8], t[8], 0, count, t[9] != 0)
 
     made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(entry)
     return machine.loaded(optimised(str(made.inspect_llvm()).replace(made.native_name, machine.ENTRY)))
 
 
-class _Products(dict):  # type: ignore[type-arg]
-    def __missing__(self, kind: str) -> object:
+class _Products(dict[Kind, Any]):
+    def __missing__(self, kind: Kind) -> Any:
         self[kind] = _made(kind)
         return self[kind]
 
 
 _PRODUCTS = _Products()
-TORCH = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-#: What this CPU has of the ways to multiply codes. 16-bit numbers are what a CPU without VNNI has.
-UNITS = {
-    unit.name: unit
-    for unit, feature in ((integers.WORDS, "+"), (integers.NARROW, "+avxvnni"), (integers.WIDE, "+avx512vnni"))
-    if feature in machine.features()
-}
-SHAPES = given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SHAPES = given(st.integers(1, 1100), st.integers(1, 70), st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
 
 
-@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("form", ["rows", "wide", "narrow"])
+@pytest.mark.parametrize("dtype", FLOATS)
 @settings(deadline=None, max_examples=15)
 @SHAPES
 def test_a_row_of_a_product_has_the_same_bits_beside_any_others(
-    dtype: str, inputs: int, outputs: int, rows: int, others: int, seed: int
+    dtype: str, form: str, inputs: int, outputs: int, rows: int, others: int, seed: int
 ) -> None:
     """And is right, within the rounding of a sum of so many terms."""
     generator = torch.Generator().manual_seed(seed)
-    weights = (20 * torch.randn(outputs, inputs, generator=generator)).to(TORCH[dtype])
-    x = torch.randn(rows + others, inputs, generator=generator)
-    held = weights.numpy() if dtype == "fp32" else weights.view(torch.int16).numpy()
-    found = multiplied(dtype, held, x.numpy())
-    assert np.array_equal(multiplied(dtype, held, np.ascontiguousarray(x.numpy()[others:])), found[others:])
-    exact, size = x.double() @ weights.double().T, x.double().abs() @ weights.double().abs().T
-    assert bool(((torch.from_numpy(found) - exact).abs() <= (inputs + 1) * 2**-24 * size).all())
+    weights = (20 * torch.randn(outputs, inputs, generator=generator)).to(FLOATS[dtype])
+    x, bias = torch.randn(rows + others, inputs, generator=generator), torch.randn(outputs, generator=generator)
+    before = 9 * torch.randn(rows + others, outputs, generator=generator)
+    found = multiplied((dtype, form), weights, x, bias=bias, y=before)
+    assert found[others:].equal(multiplied((dtype, form), weights, x[others:], bias=bias, y=before[others:]))
+    if form == "narrow":  # one order on all CPUs
+        assert found.equal(multiplied((dtype, "wide"), weights, x, bias=bias, y=before))
+    exact = x.double() @ weights.double().T + bias + before
+    size = x.double().abs() @ weights.double().abs().T + bias.abs() + before.abs()
+    assert bool(((found - exact).abs() <= (inputs + 3) * 2**-24 * size).all())
 
 
-@pytest.mark.parametrize("unit", UNITS)
 @settings(deadline=None, max_examples=15)
 @SHAPES
-def test_codes_have_the_same_bits_beside_any_others_on_any_unit(
-    unit: str, inputs: int, outputs: int, rows: int, others: int, seed: int
+def test_codes_have_the_same_bits_beside_any_others_on_any_cpu(
+    inputs: int, outputs: int, rows: int, others: int, seed: int
 ) -> None:
     """And is right, within half a quantum of x for every code."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
+    scales = rng.uniform(0.5, 2, outputs).astype(np.float32)
     x = (rng.standard_normal((rows + others, inputs)) * rng.choice([1, 30, 1e-3], inputs)).astype(np.float32)
     x[rng.integers(len(x))] *= rng.choice([0, 1e-25, 1e25])
-    found = multiplied(unit, codes, x)
-    assert np.array_equal(multiplied(unit, codes, np.ascontiguousarray(x[others:])), found[others:])
-    wide, plain = codes.T.astype(np.float64), x.astype(np.float64)
-    quantum = np.abs(plain).max(axis=1, keepdims=True) / (127 * 256 + 127)
-    off = 0.5001 * quantum * np.abs(wide).sum(axis=0) + (inputs + 1) * 2**-23 * (np.abs(plain) @ np.abs(wide))
-    assert (np.abs(found - plain @ wide) <= off).all()
+    given, more = (torch.from_numpy(codes), torch.from_numpy(x)), {"scales": torch.from_numpy(scales)}
+    found = multiplied(("int8", "wide"), *given, **more)
+    assert found.equal(multiplied(("int8", "narrow"), *given, **more))
+    assert found[others:].equal(multiplied(("int8", "wide"), given[0], given[1][others:], **more))
+    matrix, plain = codes.T.astype(np.float64) * scales, x.astype(np.float64)
+    quantum = np.abs(plain).max(axis=1, keepdims=True) / MOST
+    off = 0.5001 * quantum * np.abs(matrix).sum(axis=0) + (inputs + 3) * 2**-23 * (np.abs(plain) @ np.abs(matrix))
+    assert (np.abs(found.numpy() - plain @ matrix) <= off).all()
 
 
-def test_a_cpu_has_the_widest_unit_it_knows() -> None:
-    known = {"+avx512vnni,+avx512bw,+avxvnni": "wide", "+avx512vnni,+avxvnni": "narrow", "+avx2,-avx512vnni": "words"}
-    assert {features: integers.unit_of(features).name for features in known} == known
+def test_the_largest_sums_of_codes_do_not_overflow() -> None:
+    """All codes -128 and all of x at its largest quantum, in runs that are full."""
+    codes, x = torch.full((33, 4 * RUN + 3), -128, dtype=torch.int8), torch.full((7, 4 * RUN + 3), -3.0)
+    for form in ("wide", "narrow"):
+        found = multiplied(("int8", form), codes, x)
+        assert found.numpy() == pytest.approx(np.full((7, 33), 3.0 * 128 * (4 * RUN + 3)), rel=1e-5)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("form", ["wide", "narrow"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_so(unit: str, value: float) -> None:
-    x, codes = np.ones((3, 70), np.float32), np.ones((5, 70), np.int8)
+def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
+    x, codes = torch.ones(3, 70), torch.ones(5, 70, dtype=torch.int8)
     x[1, 69] = value
-    found = multiplied(unit, codes, x)
-    assert np.isnan(found[1]).all()
-    assert found[::2] == pytest.approx(70, rel=1e-5)
+    found = multiplied(("int8", form), codes, x)
+    assert found[1].isnan().all()
+    assert found[::2].numpy() == pytest.approx(70, rel=1e-5)
+
+
+#: A program for this CPU as if its vectors were of 32 bytes, and the text of its machine code.
+_NARROW = """
+import sys
+from pathlib import Path
+from warpline.kernels.cpu import machine
+
+triple, _, features = machine._host()
+fewer = ",".join("-" + each[1:] if "avx512" in each or "avx10" in each else each for each in features.split(","))
+machine._host = lambda: (triple, "x86-64-v3", fewer)
+
+from warpline.kernels.cpu import build
+
+target, texts = machine.target(), []
+
+
+class Target:
+    def __getattr__(self, name):
+        return getattr(target, name)
+
+    def emit_object(self, module):
+        texts.append(target.emit_assembly(module))
+        return target.emit_object(module)
+
+
+build.llvm.create_pass_builder = lambda cpu, options, made=build.llvm.create_pass_builder: made(target, options)
+build.target = Target
+Path(sys.argv[1]).write_bytes(build.optimised(build.lowered(*sys.argv[2:])))
+print("zmm" in texts[0], "ymm" in texts[0])
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="vectors of 32 and 64 bytes are x86's")
+@pytest.mark.parametrize(("dtype", "cached"), [("fp32", "fp32"), ("int8", "fp16")])
+def test_a_cpu_without_avx_512(dtype: str, cached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for it writes the same tokens."""
+    if "+avx2" not in machine.features():
+        pytest.skip("this CPU has no vectors of 32 bytes")
+    file = tmp_path / "x.o"
+    done = subprocess.run(
+        [sys.executable, "-c", _NARROW, str(file), dtype, cached, "gelu_tanh"],
+        capture_output=True, text=True, check=True, timeout=250,
+    )  # fmt: skip
+    assert done.stdout.split() == ["False", "True"]
+    function = machine.loaded(file.read_bytes())
+    rng, params = random.Random(8), SamplingParams(max_tokens=30, temperature=0.7, top_k=9, seed=4)
+    prompts = [[rng.randrange(600) for _ in range(length)] for length in (1, 7, 90)]
+    expected = LLM(MODEL, device="cpu", dtype=dtype).generate(prompts, params)
+    monkeypatch.setattr(Build, "function", lambda _: function)
+    found = LLM(MODEL, device="cpu", dtype=dtype).generate(prompts, params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
 
 
 def test_log_probabilities_are_those_of_the_logits() -> None:

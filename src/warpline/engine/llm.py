@@ -86,6 +86,9 @@ class LLM:
         executors.begin(chosen, config, chosen_device, found)
         loaded = weights.load(model, dtype=found, device=str(chosen_device))
         self._assemble(model, loaded, chosen_device, found, chosen, asked)
+        if chosen_device.type == "cpu":
+            del loaded
+            hardware.give_back_freed_memory()  # what the executor keeps in forms of its own: up to all of the weights
 
     @classmethod
     def of(

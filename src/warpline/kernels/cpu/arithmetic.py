@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float, erf
+from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float, erf, floor
 
 _ONE = np.float32(1)
 
@@ -16,7 +16,7 @@ _ONE = np.float32(1)
 def exp(x: Number) -> Number:
     """e to the x, to a relative error of 2e-7; very small ones are 2^-126."""
     t = min(max(np.float32(x) * np.float32(1.4426950408889634), np.float32(-126)), np.float32(126))
-    whole = np.int32(math.floor(t + np.float32(0.5)))
+    whole = floor(t + np.float32(0.5))
     r = t - np.float32(whole)
     p = np.float32(1.5403530e-4)
     p = p * r + np.float32(1.3333558e-3)

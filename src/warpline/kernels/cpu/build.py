@@ -20,7 +20,6 @@ from numba import cfunc, types
 
 from warpline.kernels.cpu import machine
 from warpline.kernels.cpu.decode import program
-from warpline.kernels.cpu.integers import unit_of
 from warpline.kernels.cpu.machine import ENTRY, target
 
 #: How compiled code sees what is stored: half precision goes by its bits.
@@ -32,7 +31,7 @@ ONE_COPY = ("normalise", "soften", "mass_above", "sum_of_exp")
 
 def lowered(stored: str, cached: str, activation: str) -> str:
     """LLVM's language, not optimised."""
-    function = program(SEEN[stored], SEEN[cached], activation, unit_of(machine.features()))
+    function = program(SEEN[stored], SEEN[cached], activation, wide="+avx512f" in machine.features())
     made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(function)
     return str(made.inspect_llvm()).replace(made.native_name, ENTRY)
 

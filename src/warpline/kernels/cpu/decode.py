@@ -17,7 +17,6 @@ from numba import njit
 
 from warpline.kernels.cpu.arithmetic import ACTIVATIONS, normalise
 from warpline.kernels.cpu.attention import attend_of
-from warpline.kernels.cpu.integers import Unit, rounded_of
 from warpline.kernels.cpu.intrinsics import INNER, added, array, load, matrix, seen, store
 from warpline.kernels.cpu.lanes import (
     FLAG,
@@ -31,24 +30,27 @@ from warpline.kernels.cpu.lanes import (
     number,
     whole,
 )  # fmt: skip
-from warpline.kernels.cpu.products import multiply_codes_of, multiply_of, product_of
+from warpline.kernels.cpu.panels import multiply_panels_of
+from warpline.kernels.cpu.products import multiply_of, product_of
+from warpline.kernels.cpu.quanta import rounded
 from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
 from warpline.kernels.cpu.sharing import finished, taken, wait
-from warpline.kernels.cpu.sizes import COUNTS, LINE, row_bytes
+from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, apart, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
 _WORDS, _STAGE = len(Word), len(Stage)
 
 
-_row_bytes = njit(**INNER)(row_bytes)
+_row_bytes, _apart = njit(**INNER)(row_bytes), njit(**INNER)(apart)
 
 
-def program(stored: Any, cached: Any, activation: str, unit: Unit) -> Callable[[int, Any], None]:
-    """The function for weights and a cache of numpy's types `stored` and `cached`."""
+def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callable[[int, Any], None]:
+    """The function for weights and a cache of numpy's types `stored` and `cached`. `wide`: the CPU has vectors of 64
+    bytes."""
     activated, cell, attend = ACTIVATIONS[activation], np.dtype(cached).itemsize, attend_of(cached)
-    multiply_codes, rounded, all_codes = multiply_codes_of(unit), rounded_of(unit), stored is np.int8
+    multiply_codes, all_codes = multiply_panels_of(np.int8, wide), stored is np.int8
     plain = np.float32 if all_codes else stored  # which codes have no use for
-    multiply, logit = multiply_of(plain), product_of(plain)
+    multiply_panels, multiply, logit = multiply_panels_of(plain, wide), multiply_of(plain), product_of(plain)
 
     @njit(**INNER)
     def embed_row(at: np.ndarray, row: int) -> None:
@@ -61,13 +63,20 @@ def program(stored: Any, cached: Any, activation: str, unit: Unit) -> Callable[[
         scale = np.float32(1)
         if at[Word.EMBEDDING_SCALES.value] != 0:
             scale = number(at[Word.EMBEDDING_SCALES.value], token)
-        here = array(at[Word.EMBEDDING.value], stored, vocab * width)[token * width : token * width + width]
         place = array(at[Word.PLACES.value], SINGLE, (position + 1) * width)[
             position * width : position * width + width
         ]
         x = matrix(at[Word.X.value], SINGLE, at[Word.ROWS.value], width)[row]
-        for i in range(width):
-            x[i] = load(here[i]) * scale + place[i]
+        if all_codes:  # in panels
+            columns = (width + QUAD - 1) // QUAD * QUAD
+            panels = array(at[Word.EMBEDDING.value], stored, (vocab + PANEL - 1) // PANEL * PANEL * columns)
+            first = token // PANEL * PANEL * columns + token % PANEL * QUAD
+            for i in range(width):
+                x[i] = load(panels[first + i // QUAD * PANEL * QUAD + i % QUAD]) * scale + place[i]
+        else:
+            here = array(at[Word.EMBEDDING.value], stored, vocab * width)[token * width : token * width + width]
+            for i in range(width):
+                x[i] = load(here[i]) + place[i]
 
     @njit(**INNER)
     def embed(at: np.ndarray, lane: int) -> None:
@@ -80,25 +89,39 @@ def program(stored: Any, cached: Any, activation: str, unit: Unit) -> Callable[[
         return all_codes or (at[Word.SCREENS.value] != 0 and stage[Stage.CODES.value] != 0)
 
     @njit(**INNER)
-    def product(at: np.ndarray, stage: np.ndarray, piece: int, x: int, room: int) -> None:
-        """Outputs of a stage, for rows of x, or where codes are multiplied for rows in quanta."""
+    def is_in_rows(at: np.ndarray, stage: np.ndarray) -> bool:
+        """Whether its matrix is read row by row, not in panels."""
+        return stage[Stage.IN_ROWS.value] != 0 and not multiplies_codes(at, stage)
+
+    @njit(**INNER)
+    def product(at: np.ndarray, stage: np.ndarray, piece: int, x: int, x_apart: int, room: int) -> None:
+        """Outputs of a stage, for rows of x that are `x_apart` bytes apart, or where codes are multiplied for rows in
+        quanta."""
         outputs, inputs, rows = stage[Stage.OUTPUTS.value], stage[Stage.INPUTS.value], at[Word.ROWS.value]
-        first, last = outputs * piece // stage[Stage.PIECES.value], outputs * (piece + 1) // stage[Stage.PIECES.value]
-        y, form = matrix(stage[Stage.TARGET.value], SINGLE, rows, outputs), stage[Stage.FORM.value]
-        biases, adds = stage[Stage.BIAS.value], form == Form.ADDED.value
+        form, biases, target = stage[Stage.FORM.value], stage[Stage.BIAS.value], stage[Stage.TARGET.value]
+        units = outputs if is_in_rows(at, stage) else (outputs + PANEL - 1) // PANEL
+        pieces, adds = stage[Stage.PIECES.value], form == Form.ADDED.value
+        first, last = units * piece // pieces, units * (piece + 1) // pieces
         if multiplies_codes(at, stage):
             codes, scales = stage[Stage.MATRIX.value], stage[Stage.SCALES.value]
             if not all_codes:
                 codes, scales = stage[Stage.CODES.value], stage[Stage.CODE_SCALES.value]
-            target = stage[Stage.TARGET.value]
-            multiply_codes(codes, scales, biases, x, rows, inputs, target, outputs, first, last, adds)
-        else:
-            bias = array(biases, SINGLE, outputs if biases != 0 else 0)
+            multiply_codes(
+                codes, scales, biases, x, x_apart, rows, inputs, target, 4 * outputs, outputs, first, last, adds
+            )
+        elif is_in_rows(at, stage):
+            y, bias = matrix(target, SINGLE, rows, outputs), array(biases, SINGLE, outputs if biases != 0 else 0)
             multiply(stage[Stage.MATRIX.value], bias, x, rows, inputs, y, first, last, adds, room)
+        else:
+            multiply_panels(
+                stage[Stage.MATRIX.value], 0, biases, x, x_apart, rows, inputs, target, 4 * outputs, outputs, first,
+                last, adds,
+            )  # fmt: skip
         if form == Form.ACTIVATED.value:
+            begin, count = first * PANEL, min(last * PANEL, outputs) - first * PANEL
             for r in range(rows):
-                here = y[r]
-                for i in range(first, last):
+                here = array(target + 4 * (r * outputs + begin), SINGLE, count)
+                for i in range(count):
                     here[i] = activated(here[i])
 
     @njit(**INNER)
@@ -163,37 +186,42 @@ def program(stored: Any, cached: Any, activation: str, unit: Unit) -> Callable[[
             )  # fmt: skip
 
     @njit(**INNER)
-    def normalise_rows(at: np.ndarray, stage: np.ndarray, rows: int, x: int, y: int) -> None:
-        width, epsilon = at[Word.WIDTH.value], number(at[Word.SETTINGS.value], 0)
-        weight = array(stage[Stage.NORM.value], SINGLE, width)
-        bias = array(stage[Stage.NORM_BIAS.value], SINGLE, width)
-        source, normal = matrix(x, SINGLE, rows, width), matrix(y, SINGLE, rows, width)
+    def prepared(at: np.ndarray, stage: np.ndarray, room: int) -> tuple[int, int, int]:
+        """Rows of x as a product wants them, made at `room`: behind LayerNorm if there is one, so far apart that they
+        do not compete for the same places of a cache, in quanta for codes. Their address, the bytes from one to the
+        next, and where memory is free behind them."""
+        rows, inputs, source = at[Word.ROWS.value], stage[Stage.INPUTS.value], stage[Stage.SOURCE.value]
+        codes, count = multiplies_codes(at, stage), inputs if stage[Stage.NORM.value] != 0 else 0
+        epsilon = number(at[Word.SETTINGS.value], 0)
+        weight, bias = array(stage[Stage.NORM.value], SINGLE, count), array(stage[Stage.NORM_BIAS.value], SINGLE, count)
+        each = _row_bytes(inputs) if codes else 4 * (inputs if is_in_rows(at, stage) else _apart(inputs))
+        # With quanta one row is enough for what LayerNorm makes.
+        end = room + (rows * each + LINE - 1) // LINE * LINE
         for r in range(rows):
-            normalise(source[r], weight, bias, epsilon, normal[r])
+            x = array(source + 4 * r * inputs, SINGLE, inputs)
+            y = array(end if codes else room + r * each, SINGLE, inputs)
+            if count > 0:
+                normalise(x, weight, bias, epsilon, y)
+            elif not codes:
+                for i in range(inputs):
+                    y[i] = x[i]
+            if codes:
+                rounded(y if count > 0 else x, room + r * each)
+        return room, each, end
 
     @njit(**INNER)
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
         """The pieces of a stage that no other thread takes."""
-        width, inputs = at[Word.WIDTH.value], stage[Stage.INPUTS.value]
-        x, is_ready = stage[Stage.SOURCE.value], False
+        x, x_apart, room, is_ready = 0, 0, private, False
         piece = taken(at, end)
         while piece >= 0:
-            rows = at[Word.ROWS.value]  # only who has a piece knows which pass it is
-            room = private + (4 * rows * width + LINE - 1) // LINE * LINE
             if stage[Stage.FORM.value] >= Form.CACHED.value:
-                attention(at, stage, piece - base, room)
+                attention(at, stage, piece - base, private)
             else:
-                if not is_ready:
-                    if stage[Stage.NORM.value] != 0:
-                        normalise_rows(at, stage, rows, x, private)
-                        x = private
-                    if multiplies_codes(at, stage):
-                        source = matrix(x, SINGLE, rows, inputs)
-                        for r in range(rows):
-                            rounded(source[r], room + r * _row_bytes(inputs))
-                        x = room
+                if not is_ready:  # only who has a piece knows which pass it is
+                    x, x_apart, room = prepared(at, stage, private)
                     is_ready = True
-                product(at, stage, piece - base, x, room)
+                product(at, stage, piece - base, x, x_apart, room)
             finished(at, end)
             piece = taken(at, end)
         wait(at, end)

@@ -170,6 +170,18 @@ def as_bits(_context: Any, _number: Any) -> Any:
 
 
 @intrinsic
+def floor(_context: Any, _x: Any) -> Any:
+    """The largest whole number below a float, as an instruction, which the C library's function is not everywhere."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_FLOAT, [_FLOAT])
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.floor.f32")
+        return builder.fptosi(builder.call(call, arguments), _INT32)
+
+    return types.int32(types.float32), make
+
+
+@intrinsic
 def erf(_context: Any, _x: Any) -> Any:
     """The C library's."""
 

@@ -59,11 +59,6 @@ class Build:
                 f"cannot start {sys.executable!r} to compile for this CPU ({error.strerror}): use --executor torch"
             ) from error
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `function` would not wait."""
-        return self._compiler is None or self._compiler.poll() is not None
-
     def function(self) -> Callable[[int, int], None]:
         """Takes a thread's number and the address of `words`; waited for if it must be."""
         if self._compiler is not None:

@@ -1,4 +1,5 @@
-"""x matrix^T for the rows of a call, be they sequences, tokens of a prompt or drafts.
+"""x matrix^T with a matrix that lies row by row: the LM head in floating point, whose rows are tokens' embeddings too,
+and of which single logits are computed (screen.py).
 
 Every sum is `vectors.products`', so a row's bits are the same among any others. A few rows read the matrix as it lies,
 which is what takes the time then. Many rows compute: elements are converted once for all of them, and a block of six
@@ -14,10 +15,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu import integers
-from warpline.kernels.cpu.integers import Unit
 from warpline.kernels.cpu.intrinsics import INNER, Number, array, load
-from warpline.kernels.cpu.sizes import ROOM, SUMS, row_bytes
+from warpline.kernels.cpu.sizes import ROOM, SUMS
 from warpline.kernels.cpu.vectors import products
 
 #: Rows of x up to which the matrix is read as it lies.
@@ -132,65 +131,3 @@ def product_of(kind: Any) -> Callable[..., Number]:
         return one(weights + output * inputs * size, kind, x, inputs, room, 1)
 
     return product
-
-
-# --- codes of one byte ------------------------------------------------------------------------------------------------
-
-_row_bytes = njit(**INNER)(row_bytes)
-
-
-@functools.cache
-def multiply_codes_of(unit: Unit) -> Callable[..., None]:
-    """The same with int8 codes and rows of x in quanta (integers.py). Scales, biases (or 0) and results are given by
-    their addresses too, and `apart` says how far the results of two rows are apart."""
-    block = integers.products(unit, unit.rows, unit.outputs)
-    several, single = integers.products(unit, 1, _TOGETHER, in_turn=True), integers.products(unit, 1, 1)
-    abreast = integers.products(unit, unit.few, 1)
-    tall, wide, most = unit.rows, unit.outputs, unit.few
-
-    @njit(**INNER)
-    def few(
-        codes: int, inputs: int, x: int, rows: int, scales: int, biases: int, y: int, apart: int, adds: bool
-    ) -> None:
-        """One output."""
-        r = 0
-        while r < rows:
-            here, target, some = x + r * _row_bytes(inputs), y + 4 * r * apart, 1
-            if rows - r >= most:
-                abreast(codes, inputs, here, scales, biases, target, apart, adds)
-                some = most
-            else:
-                single(codes, inputs, here, scales, biases, target, apart, adds)
-            r += some
-
-    @njit(**INNER)
-    def multiply_codes(
-        codes: int, scales: int, biases: int, x: int, rows: int, inputs: int, y: int, apart: int, first: int, last: int,
-        adds: bool,
-    ) -> None:  # fmt: skip
-        step = 4 if biases != 0 else 0
-        if rows <= FEW:
-            output = first
-            while output < last:
-                at, scale, bias = codes + output * inputs, scales + 4 * output, biases + step * output
-                if rows == 1 and last - output >= _TOGETHER:
-                    several(at, inputs, x, scale, bias, y + 4 * output, apart, adds)
-                    output += _TOGETHER
-                else:
-                    few(at, inputs, x, rows, scale, bias, y + 4 * output, apart, adds)
-                    output += 1
-            return
-        # A few rows of x stay in the nearest cache while the matrix, or this part of it, passes by.
-        whole, end = rows - rows % tall, last - (last - first) % wide
-        for r in range(0, whole, tall):
-            here = x + r * _row_bytes(inputs)
-            for output in range(first, end, wide):
-                at, target = codes + output * inputs, y + 4 * (r * apart + output)
-                block(at, inputs, here, scales + 4 * output, biases + step * output, target, apart, adds)
-        for output in range(first, last):
-            begin = whole if output < end else 0
-            at, target = codes + output * inputs, y + 4 * (begin * apart + output)
-            here, scale, bias = x + begin * _row_bytes(inputs), scales + 4 * output, biases + step * output
-            few(at, inputs, here, rows - begin, scale, bias, target, apart, adds)
-
-    return multiply_codes

@@ -1,6 +1,6 @@
 """Which logits need not be computed: those whose bounds, from codes of one byte, exclude that they are the largest.
 
-cuda/screen.cuh has the argument. The hidden state is rounded to quanta (integers.py), half of one for every element at
+cuda/screen.cuh has the argument. The hidden state is rounded to quanta (quanta.py), half of one for every element at
 most.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 from warpline.kernels.cpu.choose import FINITE_OR_NOT, gumbel
-from warpline.kernels.cpu.integers import quantum_of
 from warpline.kernels.cpu.intrinsics import INNER, Number
+from warpline.kernels.cpu.quanta import quantum_of
 
 
 @njit(**INNER)

@@ -13,19 +13,25 @@ from warpline.config import MOST_SPECULATIVE_TOKENS
 LANES = 16
 #: Bytes of a line of the cache.
 LINE = 64
-#: Rows of a matrix that are converted at a time.
+#: Outputs of a panel (panels.py), and inputs that lie together in a panel of codes.
+PANEL, QUAD = 2 * LANES, 4
+#: Rows of the LM head that are converted at a time.
 ROOM = 4
-#: Sums of a block of products, at most.
+#: Sums of a block of products with the head, at most.
 SUMS = 16
-#: Codes of one byte that are multiplied at a time. Rows of x in quanta end with zeros up to a multiple of it.
-STEP = 64
-#: Behind the bytes of such a row: a sum for each lane, and its quantum (integers.py).
-BEHIND_ROW = 128
+#: Behind a row of x in quanta: what a quantum is (quanta.py).
+BEHIND_ROW = LINE
+
+
+def apart(columns: int) -> int:
+    """Floats from one row of x to the next: an odd number of lines, so that rows do not compete for the same places of
+    a cache."""
+    return LANES * (-(-columns // LANES) | 1)
 
 
 def row_bytes(inputs: int) -> int:
-    """Of a row of x in quanta, two bytes each."""
-    return 2 * ((inputs + STEP - 1) // STEP * STEP) + BEHIND_ROW
+    """Of a row of x in quanta, two bytes each, up to an odd number of lines."""
+    return LINE * (-(-2 * inputs // LINE) + 1 | 1)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -26,13 +26,8 @@ TOGETHER = LANES * CHAINS
 VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
-def _stored(kind: Any) -> tuple[Any, int]:
-    """LLVM's type of a stored number, and its bytes (see `intrinsics.load`)."""
-    return {
-        types.float32: (_FLOAT, 4),
-        types.int16: (ir.HalfType(), 2),
-        types.uint16: (_INT16, 2),
-    }[kind]
+#: LLVM's type of a stored number, and its bytes (see `intrinsics.load`).
+STORED = {types.float32: (_FLOAT, 4), types.int16: (ir.HalfType(), 2), types.uint16: (_INT16, 2)}
 
 
 def _floats(builder: Any, x: Any, kind: Any, like: Any) -> Any:
@@ -48,7 +43,7 @@ def _floats(builder: Any, x: Any, kind: Any, like: Any) -> Any:
 
 def loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
     """The stored numbers from an index on, as float32: a vector, or one of them."""
-    element, size = _stored(kind)
+    element, size = STORED[kind]
     address = builder.add(base, builder.mul(index, ir.Constant(_INT64, size)))
     shape = ir.VectorType(element, LANES) if isinstance(like, ir.VectorType) else element
     found = builder.load(builder.inttoptr(address, shape.as_pointer()), align=size)

@@ -118,8 +118,9 @@ class Stage(_Places):
     SOURCE = auto()
     TARGET = auto()
     # of a product
-    MATRIX = auto()
-    SCALES = auto()  # or 0
+    MATRIX = auto()  # in panels (panels.py),
+    IN_ROWS = auto()  # or, of an LM head in floating point, row by row
+    SCALES = auto()  # or 0; scales and biases are whole panels
     BIAS = auto()  # or 0
     INPUTS = auto()
     OUTPUTS = auto()

@@ -17,15 +17,27 @@ from warpline.config import ModelConfig
 from warpline.engine.clock import Drafted
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
-from warpline.kernels.cpu.sizes import COUNTS, FIRST_CHANCES, GROUP, GUESS, KINDS, LINE, ROOM, SUMS, row_bytes
+from warpline.kernels.cpu.sizes import (
+    COUNTS,
+    FIRST_CHANCES,
+    GROUP,
+    GUESS,
+    KINDS,
+    LINE,
+    PANEL,
+    ROOM,
+    SUMS,
+    apart,
+    row_bytes,
+)
 from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
 from warpline.model.quantise import SCALE
 from warpline.model.screen import Screen
 
 #: Pieces into which each thread's share of a product is cut: more are fairer, fewer are cheaper.
 PIECES = 6
-#: Stages from the end: behind the last layer's keys and values, behind its attention, and the head.
-BEHIND_KEYS, BEHIND_ATTENTION, HEAD = -5, -4, -1
+#: Stages from the end: behind the last layer's keys and values, and behind its attention.
+BEHIND_KEYS, BEHIND_ATTENTION = -5, -4
 #: Tokens of prompts that go through the stages at once.
 PROMPT_ROWS = 96
 
@@ -54,9 +66,10 @@ class Call:
         self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
         qkv, hidden = torch.empty(rows, 3 * width), torch.empty(rows, config.inner)
         marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
-        # Of each thread rows behind LayerNorm, and then what the kind of its stage needs, in whole lines of the cache.
-        inputs, normal = max(width, config.inner), -(-4 * rows * width // LINE) * LINE
-        each = normal + max(rows * row_bytes(inputs), 4 * (ROOM * inputs + SUMS), 4 * GROUP * (width + slots.capacity))
+        # Of each thread rows as a product wants them and what it needs besides, or what attention needs.
+        inputs = max(width, config.inner)
+        products = rows * max(row_bytes(inputs), 4 * apart(inputs)) + 4 * (ROOM * inputs + SUMS) + LINE
+        each = max(products, 4 * GROUP * (width + slots.capacity))
         private = torch.empty(threads, -(-each // LINE) * LINE // 4)
         scales = [config.attention_scale(layer) for layer in layers]
         stages = []
@@ -213,15 +226,16 @@ class Call:
     def _product(
         self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None, **more: Tensor
     ) -> list[int]:
-        t = self._tensors
+        t, inputs, outputs = self._tensors, source.shape[1], target.shape[1]
         matrix = t[f"{name}.weight"]
-        outputs, inputs = matrix.shape
+        units = -(-outputs // PANEL)
         return _stage(
             form=form,
-            pieces=min(outputs, PIECES * self._threads if self._threads > 1 else 1),
+            pieces=min(units, PIECES * self._threads if self._threads > 1 else 1),
             source=source,
             target=target,
             matrix=matrix,
+            in_rows=matrix.dim() == 2,
             scales=t.get(f"{name}.weight{SCALE}", 0),
             bias=t.get(f"{name}.bias", 0),
             inputs=inputs,
@@ -243,6 +257,7 @@ def _groups(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _told_of(screen: Screen | None) -> dict[str, Tensor]:
+    """Its codes and scales are in panels here."""
     if screen is None:
         return {}
     return {"codes": screen.codes, "code_scales": screen.scale, "errors": screen.error, "norms": screen.norm}

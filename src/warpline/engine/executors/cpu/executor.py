@@ -1,4 +1,4 @@
-"""The cpu executor: tokens decoded by a team of threads in one call, prompts through the BLAS that torch brings."""
+"""The cpu executor: a team of threads runs one compiled function, for prompts and for many tokens in one call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -19,8 +20,8 @@ from warpline import hardware
 from warpline.config import ACTIVATIONS, KV_DTYPES, WEIGHT_BYTES, EngineConfig, ModelConfig
 from warpline.engine.clock import Drafted
 from warpline.engine.executors.base import Executor
-from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, HEAD, PROMPT_ROWS, Call
-from warpline.engine.executors.cpu.prompts import CpuPrompts
+from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, PROMPT_ROWS, Call
+from warpline.engine.executors.cpu.forms import in_panels, padded, panelled
 from warpline.engine.executors.cpu.table import load, path_of, save
 from warpline.engine.executors.sampling import advance
 from warpline.engine.request import Needs, Span
@@ -89,14 +90,12 @@ class CpuExecutor(Executor):
         self._team = Team(self.threads)
         weakref.finalize(self, self._team.close).atexit = False  # a thread must not wake while Python ends
         self._alone = threading.Lock()
-        self._prompts = CpuPrompts(weights)
         self._head = weights.head
-        self._tensors = {
-            name: value.float().contiguous() if value.dim() == 1 or name == "wpe.weight" else value
-            for name, value in weights.tensors.items()
-        }
-        # Codes of the LM head; int8 weights are codes already.
-        self._screen = Screen.of(weights.tensors[f"{weights.head}.weight"]) if screened and dtype != "int8" else None
+        self._tensors = panelled(weights.tensors, self._head)
+        self._screen = None
+        if screened and dtype != "int8":  # whose weights are codes already
+            found = Screen.of(weights.tensors[f"{self._head}.weight"])
+            self._screen = replace(found, codes=in_panels(found.codes), scale=padded(found.scale))
         self._table: np.ndarray | None = None
         self._calls: weakref.WeakKeyDictionary[Slots, Call] = weakref.WeakKeyDictionary()
 
@@ -121,31 +120,17 @@ class CpuExecutor(Executor):
 
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
-        """Layers through the compiled stages, or through the libraries of torch where those are quicker or compiling
-        has not ended; then the head and the choice as in a decode step, unless that is still being compiled."""
-        ends = [span for span in spans if span.lanes]
-        lanes = [lane for span in ends for lane in span.lanes]
-        source = [i for i, span in enumerate(ends) for _ in span.lanes]  # the end that each lane follows from
-        # A token of each slot is a decode step. Where BLAS would have to convert the weights, it is never quicker.
-        always = self.invariant or self.dtype != "fp32"
-        is_ready, call = self._program.is_ready or self.invariant, self._call(slots)
-        if is_ready and (always or all(span.end - span.start == 1 for span in spans)):
-            x, attended = self._through_stages(call, spans)
-            if ends:
-                call.x[: len(lanes)], call.attended[: len(lanes)] = x[source], attended[source]
-                self._finish(slots, lanes, BEHIND_ATTENTION)
-            return
-        with self._alone:  # all conversions share one room
-            x = self._prompts.run(slots, spans)
-        if is_ready and ends:
-            call.x[: len(lanes)] = x[source]
-            self._finish(slots, lanes, HEAD)
-        elif ends:
-            with self._alone:
-                logits = self._prompts.logits(x)
-            advance(slots, lanes, logits[source])
+        """The layers for every token; then the end of a decode step."""
+        call, ends = self._call(slots), [span for span in spans if span.lanes]
+        x, attended = self._through_layers(call, spans)
+        if ends:
+            lanes = [lane for span in ends for lane in span.lanes]
+            source = [i for i, span in enumerate(ends) for _ in span.lanes]  # the end that each lane follows from
+            call.x[: len(lanes)], call.attended[: len(lanes)] = x[source], attended[source]
+            screens = self.screens(slots, lanes)
+            self._run(lambda: call.ready(slots, lanes, first=BEHIND_ATTENTION, screens=screens))
 
-    def _through_stages(self, call: Call, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+    def _through_layers(self, call: Call, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """Keys and values of the spans' tokens; of the last token of each span that names lanes, the rows that the last
         layer's attention adds to and what it adds."""
         slots = np.repeat([span.slot for span in spans], [span.end - span.start for span in spans])
@@ -161,11 +146,6 @@ class CpuExecutor(Executor):
             found.append((call.x[ending], call.attended[ending]))
         x, attended = (torch.cat(parts) for parts in zip(*found, strict=True))
         return x, attended
-
-    def _finish(self, slots: Slots, lanes: Sequence[int], first: int) -> None:
-        """The step from stage `first` on, for what stands in the memory between stages."""
-        call, screens = self._call(slots), self.screens(slots, lanes)
-        self._run(lambda: call.ready(slots, lanes, first=first, screens=screens))
 
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
         """In one call, unless every step is watched."""
