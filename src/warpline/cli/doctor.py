@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 #: As docs/determinism.md has it.
 _BITS = (
-    "on a CPU a text is the same to the bit whatever runs beside it; on a GPU in fp32, and nearly always in other dtypes; "
-    "--deterministic batch keeps token ids and log-probabilities to the bit there too"
+    "whatever runs beside a text, it is the same to the bit on a CPU, the same on a GPU in fp32, and nearly always in "
+    "other dtypes; --deterministic batch keeps token ids and log-probabilities to the bit"
 )
 
 

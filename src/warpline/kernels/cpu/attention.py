@@ -1,7 +1,8 @@
 """Attention of one head: rows of one sequence at consecutive positions, over what the cache holds.
 
-Several rows share what is read and converted. A row's scores come from `vectors.products`, its softmax from one copy of
-compiled code, and its values are added position by position, so it has the same bits among other rows and alone.
+A row alone reads keys as they lie. Several rows share keys that are turned first, so that a lane is a position and a
+sum of products needs no sum across a vector; it is in the order of `vectors.products` all the same. Values are added
+position by position. So a row has the same bits among other rows and alone.
 """
 
 from __future__ import annotations
@@ -16,12 +17,31 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from warpline.kernels.cpu.arithmetic import exp
 from warpline.kernels.cpu.intrinsics import INNER, Number, array
-from warpline.kernels.cpu.sizes import GROUP, LANES
-from warpline.kernels.cpu.vectors import VECTOR, fused, loaded, number, products
+from warpline.kernels.cpu.sizes import GROUP, LANES, LINE, TOGETHER, apart
+from warpline.kernels.cpu.vectors import (
+    LOG2_E,
+    STRIDE,
+    VECTOR,
+    alike,
+    exponential,
+    fused,
+    larger,
+    loaded,
+    number,
+    picked,
+    products,
+    spread,
+    summed,
+    transposed,
+)
 
 _FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
+_INTEGERS = ir.VectorType(_INT32, LANES)
+#: Elements of a head of all GPT-2s. Loops over a number that the compiler does not know are half as fast.
+_USUAL = 64
+#: Below all scores.
+_LEAST = -3e38
 #: Vectors of a row's values that are summed at a time.
 _ABREAST = 4
 
@@ -61,11 +81,7 @@ def _mixed(rows: int) -> Callable[..., int]:
                     ]
                     for row in range(rows):
                         index = builder.add(builder.mul(between, number(row)), loop.index)
-                        weight = loaded(builder, weights, index, types.float32, _FLOAT)
-                        if like is not _FLOAT:
-                            one_lane = builder.insert_element(ir.Constant(like, ir.Undefined), weight, _INT32(0))
-                            zeros = ir.Constant(ir.VectorType(_INT32, LANES), None)
-                            weight = builder.shuffle_vector(one_lane, one_lane, zeros)
+                        weight = spread(builder, loaded(builder, weights, index, types.float32, _FLOAT), like)
                         for vector, value in enumerate(some):
                             total = totals[row, vector]
                             builder.store(fused(builder, builder.load(total), value, weight), total)
@@ -88,35 +104,194 @@ def _mixed(rows: int) -> Callable[..., int]:
     return made
 
 
-@njit(**INNER, fastmath=True)
-def soften(scores: np.ndarray, scale: Number) -> None:
-    """The softmax of scores times a scale, in their place."""
-    count, top = len(scores), np.float32(-3e38)
-    for t in range(count):
-        scores[t] *= scale
-        top = max(top, scores[t])
-    total = np.float32(0)
-    for t in range(count):
-        scores[t] = exp(scores[t] - top)
-        total += scores[t]
-    share = np.float32(1) / total
-    for t in range(count):
-        scores[t] *= share
+@intrinsic
+def _softened(_context: Any, scores: Any, count: Any, scale: Any) -> Any:
+    """Scores become e to the scaled score less the largest. What it returns is one by their sum. Compiled code calls it
+    with an address; up to a whole vector, what lies behind the last score may be written to."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        scores, count, scale = arguments
+        vectors = builder.udiv(count, number(LANES))
+        rest = builder.trunc(builder.urem(count, number(LANES)), _INT32)
+        lanes = ir.Constant(_INTEGERS, [*range(LANES)])
+        is_there = builder.icmp_unsigned("<", lanes, spread(builder, rest, _INTEGERS))
+
+        def each(do: Callable[[Any, Any], None]) -> None:
+            """With every vector's place, and with which of its lanes are there, if not all."""
+            with cgutils.for_range(builder, vectors) as loop:
+                do(place(loop.index), None)
+            with builder.if_then(builder.icmp_unsigned(">", rest, _INT32(0))):
+                do(place(vectors), is_there)
+
+        def place(vector: Any) -> Any:
+            return builder.inttoptr(builder.add(scores, builder.mul(vector, number(4 * LANES))), VECTOR.as_pointer())
+
+        def among(there: Any, found: Any, other: float) -> Any:
+            return found if there is None else builder.select(there, found, alike(VECTOR, other))
+
+        largest = cgutils.alloca_once_value(builder, alike(VECTOR, _LEAST))
+        total = cgutils.alloca_once_value(builder, alike(VECTOR, 0.0))
+
+        def compare(at: Any, there: Any) -> None:
+            found = among(there, builder.load(at, align=4), _LEAST)
+            builder.store(larger(builder, builder.load(largest), found), largest)
+
+        each(compare)
+        top = builder.load(largest)
+        for step in (8, 4, 2, 1):
+            top = larger(builder, top, picked(builder, top, top, [lane ^ step for lane in range(LANES)]))
+        factor = spread(builder, builder.fmul(scale, ir.Constant(_FLOAT, LOG2_E)), VECTOR)
+
+        def weigh(at: Any, there: Any) -> None:
+            off = builder.fmul(builder.fsub(builder.load(at, align=4), top), factor)
+            found = among(there, exponential(builder, off), 0.0)
+            builder.store(found, at, align=4)
+            builder.store(builder.fadd(builder.load(total), found), total)
+
+        each(weigh)
+        return builder.fdiv(ir.Constant(_FLOAT, 1.0), summed(builder, builder.load(total)))
+
+    return types.float32(types.int64, types.int64, types.float32), make
+
+
+@intrinsic
+def _turned(_context: Any, keys: Any, kind: Any, depth: Any, count: Any, panel: Any) -> Any:
+    """Keys of at most `LANES` positions as float32, element by element: vectors in which a lane is a position."""
+    stored = kind.instance_type
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        keys, _, depth, count, panel = arguments
+        last = builder.sub(count, number(1))
+        firsts = []  # elements at which rows begin; there is the last one in place of those that are not there
+        for i in range(LANES):
+            row = builder.select(builder.icmp_unsigned("<", number(i), last), number(i), last)
+            firsts.append(builder.mul(row, depth))
+
+        def put(found: Any, element: Any, lane: int) -> None:
+            at = builder.add(panel, builder.mul(element, number(4 * LANES)))
+            at = builder.add(at, number(4 * lane))
+            builder.store(found, builder.inttoptr(at, found.type.as_pointer()), align=4)
+
+        vectors = builder.udiv(depth, number(LANES))
+        with cgutils.for_range(builder, vectors) as loop:
+            begin = builder.mul(loop.index, number(LANES))
+            rows = [loaded(builder, keys, builder.add(first, begin), stored, VECTOR) for first in firsts]
+            for i, found in enumerate(transposed(builder, rows)):
+                put(found, builder.add(begin, number(i)), 0)
+        done = builder.mul(vectors, number(LANES))
+        with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
+            element = builder.add(done, loop.index)
+            for lane, first in enumerate(firsts):
+                put(loaded(builder, keys, builder.add(first, element), stored, _FLOAT), element, lane)
+        return count
+
+    return types.int64(types.int64, kind, *[types.int64] * 3), make
 
 
 @functools.cache
-def attend_of(cached: Any) -> Callable[..., None]:
+def _scored(rows: int, known: int | None = None) -> Callable[..., int]:
+    """Scores of so many rows of q for keys that are turned, with the bits that `vectors.products` gives. Compiled code
+    calls it with addresses and numbers: keys, first row, elements of a row, which may be `known` before; scores, and
+    from row to row of them."""
+
+    @intrinsic
+    def made(_context: Any, panel: Any, q: Any, depth: Any, scores: Any, apart: Any) -> Any:
+        def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            panel, q, depth, scores, apart = arguments
+            if known is not None:
+                depth = number(known)
+            starts = [builder.add(q, builder.mul(depth, number(4 * row))) for row in range(rows)]
+            steps = builder.udiv(depth, number(STRIDE))
+            whole = builder.mul(steps, number(STRIDE))
+            has_half = builder.icmp_unsigned(">=", builder.sub(depth, whole), number(LANES))
+
+            def add(totals: list[Any], element: Any) -> None:
+                key = loaded(builder, panel, builder.mul(element, number(LANES)), types.float32, VECTOR)
+                for start, total in zip(starts, totals, strict=True):
+                    one = spread(builder, loaded(builder, start, element, types.float32, _FLOAT), VECTOR)
+                    builder.store(fused(builder, builder.load(total), key, one), total)
+
+            def zeros() -> list[Any]:
+                made = [cgutils.alloca_once(builder, VECTOR) for _ in range(rows)]
+                for total in made:
+                    builder.store(alike(VECTOR, 0.0), total)
+                return made
+
+            def summed_up(first: int, step: int) -> list[Any]:
+                """Of the elements from the first on, every so many."""
+                if step < STRIDE:
+                    halves = summed_up(first, 2 * step), summed_up(first + step, 2 * step)
+                    return [builder.fadd(a, b) for a, b in zip(*halves, strict=True)]
+                totals = zeros()
+                with cgutils.for_range(builder, steps) as loop:
+                    add(totals, builder.add(builder.mul(loop.index, number(STRIDE)), number(first)))
+                if first < LANES:
+                    with builder.if_then(has_half):
+                        add(totals, builder.add(whole, number(first)))
+                return [builder.load(total) for total in totals]
+
+            found, rest = summed_up(0, 1), zeros()
+            done = builder.select(has_half, builder.add(whole, number(LANES)), whole)
+            with cgutils.for_range(builder, builder.sub(depth, done)) as loop:
+                add(rest, builder.add(done, loop.index))
+            for row, (one, more) in enumerate(zip(found, rest, strict=True)):
+                at = builder.add(scores, builder.mul(apart, number(4 * row)))
+                target = builder.inttoptr(at, VECTOR.as_pointer())
+                builder.store(builder.fadd(one, builder.load(more)), target, align=4)
+            return depth
+
+        return types.int64(*[types.int64] * 5), make
+
+    return made
+
+
+_apart = njit(**INNER)(apart)
+
+
+@functools.cache
+def attend_of(cached: Any, wide: bool) -> Callable[..., None]:
     """Attention over a cache whose elements are of numpy's type `cached`: of `rows` rows the first looks at positions
     below `last`, each other at one more; the last `window` of these, if it is not 0. `q` and `y` are the addresses of
-    this head's numbers, `q_apart` and `apart` the distances of rows, and at `room` there is memory for `GROUP` rows of
-    q and as many rows of `capacity` scores."""
+    this head's numbers, `q_apart` and `y_apart` the distances of rows, and at `room` there is memory for
+    `sizes.attending`. `wide`: see `decode.program`."""
     cell = np.dtype(cached).itemsize
-    block, in_turn, single = products(GROUP, 2), products(1, 4, in_turn=True), products(1, 1)
+    in_turn, single = products(1, 4, in_turn=True), products(1, 1)
+    most = 4 if wide else 1  # rows whose sums the registers hold
+    scored, scored_one, scored_unusual = _scored(most, _USUAL), _scored(1, _USUAL), _scored(1)
     mixed_group, mixed = _mixed(GROUP), _mixed(1)
 
     @njit(**INNER)
+    def score_all(
+        q: int, q_apart: int, rows: int, keys: int, depth: int, last: int, scores: int, apart: int, panel: int
+    ) -> None:
+        """Of all rows, for all positions, from copies of q and keys behind the scores."""
+        copies = panel + 4 * LANES * depth
+        for i in range(rows):
+            given, copy = (
+                array(q + 4 * i * q_apart, np.float32, depth),
+                array(copies + 4 * i * depth, np.float32, depth),
+            )
+            for d in range(depth):
+                copy[d] = given[d]
+        end = last + rows - 1
+        for t in range(0, end, LANES):
+            _turned(keys + t * depth * cell, cached, depth, min(LANES, end - t), panel)
+            r = max(0, t - last + 1)  # the first that looks at t
+            while r < rows:
+                here, target = copies + 4 * r * depth, scores + 4 * (r * apart + t)
+                if depth != _USUAL:
+                    scored_unusual(panel, here, depth, target, apart)
+                    r += 1
+                elif rows - r < most:
+                    scored_one(panel, here, depth, target, apart)
+                    r += 1
+                else:
+                    scored(panel, here, depth, target, apart)
+                    r += most
+
+    @njit(**INNER)
     def score(q: int, keys: int, depth: int, first: int, last: int, scores: int) -> None:
-        """One row, positions from `first` on."""
+        """Of one row."""
         t = first
         while t < last:
             if last - t >= 4:
@@ -129,38 +304,37 @@ def attend_of(cached: Any) -> Callable[..., None]:
     @njit(**INNER)
     def attend(
         q: int, q_apart: int, rows: int, keys: int, values: int, depth: int, last: int, window: int,
-        scale: Number, y: int, apart: int, capacity: int, room: int,
+        scale: Number, y: int, y_apart: int, capacity: int, room: int,
     ) -> None:  # fmt: skip
-        scores, r = room + 4 * GROUP * depth, 0
+        apart = _apart(capacity)
+        shares, scores, panel = array(room, np.float32, GROUP), room + LINE, room + LINE + 4 * TOGETHER * apart
+        together = rows >= GROUP and window == 0
+        if together:
+            score_all(q, q_apart, rows, keys, depth, last, scores, apart, panel)
+        r = 0
         while r < rows:
-            together = GROUP if rows - r >= GROUP and window == 0 else 1
-            begin = max(0, last + r - window) if window > 0 else 0
-            end = last + r  # of the first of them; what all of them look at
-            whole = begin
-            if together == GROUP:
-                whole = end - (end - begin) % 2
-                copies = array(room, np.float32, GROUP * depth)
-                for i in range(GROUP):
-                    given = array(q + 4 * (r + i) * q_apart, np.float32, depth)
-                    for d in range(depth):
-                        copies[i * depth + d] = given[d]
-                for t in range(begin, whole, 2):
-                    block(keys + t * depth * cell, cached, room, depth, scores + 4 * t, capacity)
-            for i in range(together):
-                its = scores + 4 * i * capacity
-                score(q + 4 * (r + i) * q_apart, keys, depth, whole, end + i, its)
-                soften(array(its + 4 * begin, np.float32, end + i - begin), scale)
-                target = array(y + 4 * (r + i) * apart, np.float32, depth)
+            some = GROUP if together and rows - r >= GROUP else 1
+            end, weights, target = last + r, scores + 4 * r * apart, y + 4 * r * y_apart
+            begin = max(0, end - window) if window > 0 else 0
+            if not together:
+                score(q + 4 * r * q_apart, keys, depth, begin, end, weights)
+            for i in range(some):
+                shares[i] = _softened(weights + 4 * (i * apart + begin), end + i - begin, scale)
+                its = array(target + 4 * i * y_apart, np.float32, depth)
                 for d in range(depth):
-                    target[d] = np.float32(0)
-            here, weights, target_at = values + begin * depth * cell, scores + 4 * begin, y + 4 * r * apart
-            if together == GROUP:
-                mixed_group(here, cached, depth, end - begin, weights, capacity, target_at, apart)
+                    its[d] = np.float32(0)
+            here, count = values + begin * depth * cell, end - begin
+            if some == GROUP:
+                mixed_group(here, cached, depth, count, weights + 4 * begin, apart, target, y_apart)
             else:
-                mixed(here, cached, depth, end - begin, weights, capacity, target_at, apart)
-            for i in range(1, together):
-                its, later = scores + 4 * (i * capacity + end), values + end * depth * cell
-                mixed(later, cached, depth, i, its, capacity, target_at + 4 * i * apart, apart)
-            r += together
+                mixed(here, cached, depth, count, weights + 4 * begin, apart, target, y_apart)
+            for i in range(1, some):  # what the first of them does not look at
+                later, more = values + end * depth * cell, weights + 4 * (i * apart + end)
+                mixed(later, cached, depth, i, more, apart, target + 4 * i * y_apart, y_apart)
+            for i in range(some):
+                its = array(target + 4 * i * y_apart, np.float32, depth)
+                for d in range(depth):
+                    its[d] *= shares[i]
+            r += some
 
     return attend

@@ -26,7 +26,7 @@ from warpline.kernels.cpu.machine import ENTRY, target
 SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
 
 #: Functions whose sums the compiler may put in any order: one copy of each, so that it is the same one everywhere.
-ONE_COPY = ("normalise", "soften", "mass_above", "sum_of_exp")
+ONE_COPY = ("normalise", "mass_above", "sum_of_exp")
 
 
 def lowered(stored: str, cached: str, activation: str) -> str:

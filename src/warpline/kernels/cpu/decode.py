@@ -47,7 +47,7 @@ _row_bytes, _apart = njit(**INNER)(row_bytes), njit(**INNER)(apart)
 def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callable[[int, Any], None]:
     """The function for weights and a cache of numpy's types `stored` and `cached`. `wide`: the CPU has vectors of 64
     bytes."""
-    activated, cell, attend = ACTIVATIONS[activation], np.dtype(cached).itemsize, attend_of(cached)
+    activated, cell, attend = ACTIVATIONS[activation], np.dtype(cached).itemsize, attend_of(cached, wide)
     multiply_codes, all_codes = multiply_panels_of(np.int8, wide), stored is np.int8
     plain = np.float32 if all_codes else stored  # which codes have no use for
     multiply_panels, multiply, logit = multiply_panels_of(plain, wide), multiply_of(plain), product_of(plain)

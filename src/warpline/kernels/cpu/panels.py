@@ -27,7 +27,7 @@ from numba.np.numpy_support import from_dtype
 
 from warpline.kernels.cpu.intrinsics import INNER
 from warpline.kernels.cpu.sizes import BEHIND_ROW, LANES, PANEL, QUAD
-from warpline.kernels.cpu.vectors import STORED, VECTOR, fused, loaded, number, picked
+from warpline.kernels.cpu.vectors import STORED, VECTOR, fused, loaded, number, picked, spread
 
 _INT8, _INT16, _INT32, _INT64, _FLOAT = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType()
 _INTEGERS = ir.VectorType(_INT32, LANES)
@@ -150,12 +150,6 @@ class _Tile(ABC):
         """Whatever the address is a multiple of."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
 
-    def spread(self, one: Any, lanes: int) -> Any:
-        """A number in every lane."""
-        vector, zeros = ir.VectorType(one.type, lanes), ir.Constant(ir.VectorType(_INT32, lanes), None)
-        first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), one, _INT32(0))
-        return self.builder.shuffle_vector(first, first, zeros)
-
     def weights(self, index: Any) -> list[Any]:
         """Addresses of a step's weights, a vector each, which are asked of memory long before."""
         builder, size = self.builder, self.bytes
@@ -167,10 +161,6 @@ class _Tile(ABC):
             ahead = builder.inttoptr(builder.add(start, number(_AHEAD + line)), pointer)
             builder.call(prefetch, [ahead, _INT32(0), _INT32(3), _INT32(1)])  # to be read, into all caches
         return [builder.add(start, number(size * vector)) for vector in range(self.vectors)]
-
-    def into(self, total: Any, make: Callable[[Any], Any]) -> None:
-        """What `make` makes of a vector in memory, in its place."""
-        self.builder.store(make(self.builder.load(total)), total)
 
 
 def _of_floats(stored: Any) -> type[_Tile]:
@@ -184,9 +174,10 @@ def _of_floats(stored: Any) -> type[_Tile]:
             builder = self.builder
             weights = [loaded(builder, address, number(0), stored, VECTOR) for address in self.weights(index)]
             for row, start in enumerate(self.at):
-                x = self.spread(self.load(builder.add(start, builder.mul(index, number(4))), _FLOAT), LANES)
+                x = spread(builder, self.load(builder.add(start, builder.mul(index, number(4))), _FLOAT), VECTOR)
                 for vector, weight in enumerate(weights):
-                    self.into(totals[row, vector][0], lambda total, x=x, w=weight: fused(builder, total, w, x))
+                    (total,) = totals[row, vector]
+                    builder.store(fused(builder, builder.load(total), weight, x), total)
 
         def result(self, totals: list[Any]) -> Any:
             return totals[0]
@@ -208,19 +199,18 @@ class _Codes(_Tile):
         ]
         for row, start in enumerate(self.at):
             four = self.load(builder.add(start, builder.mul(index, number(2 * QUAD))), _INT64)
-            quanta = builder.bitcast(self.spread(four, half // QUAD), ir.VectorType(_INT16, half))
+            fours = spread(builder, four, ir.VectorType(_INT64, half // QUAD))
+            quanta = builder.bitcast(fours, ir.VectorType(_INT16, half))
             x = builder.sext(quanta, whole)
             for vector, both in enumerate(codes):
-                for part, code in enumerate(both):
-                    self.into(totals[row, vector][part], lambda total, c=code, x=x: self._pairs(total, c, x))
+                for total, code in zip(totals[row, vector], both, strict=True):
+                    products = builder.mul(code, x)
+                    pairs = builder.add(*self._halves(products, products))
+                    builder.store(builder.add(builder.load(total), pairs), total)
 
-    def _pairs(self, total: Any, codes: Any, x: Any) -> Any:
-        products = self.builder.mul(codes, x)
-        return self.builder.add(total, self.builder.add(*self._halves(products, products)))
-
-    def _halves(self, *vectors: Any) -> list[Any]:
+    def _halves(self, a: Any, b: Any) -> list[Any]:
         """Of two vectors the lanes with even numbers, and those with odd ones."""
-        return [picked(self.builder, *vectors, [*range(first, 2 * LANES, 2)]) for first in (0, 1)]
+        return [picked(self.builder, a, b, [*range(first, 2 * LANES, 2)]) for first in (0, 1)]
 
     def result(self, totals: list[Any]) -> Any:
         """Two sums of each output lie side by side."""
@@ -229,7 +219,7 @@ class _Codes(_Tile):
     def scaled(self, found: Any, row: Any, vector: int) -> Any:
         builder = self.builder
         behind = builder.add(row, builder.sub(self.x_apart, number(BEHIND_ROW)))
-        found = builder.fmul(found, self.spread(self.load(behind, _FLOAT), LANES))
+        found = builder.fmul(found, spread(builder, self.load(behind, _FLOAT), VECTOR))
         return builder.fmul(found, self.load(builder.add(self.scales, number(4 * LANES * vector)), VECTOR))
 
 

@@ -35,8 +35,14 @@ def row_bytes(inputs: int) -> int:
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-#: Tokens of a prompt, one behind the other, that attend together.
-GROUP = 6
+#: Tokens of a prompt, one behind the other, that attend together: at most, and of these at a time to values.
+TOGETHER, GROUP = 48, 6
+
+
+def attending(depth: int, capacity: int) -> int:
+    """Floats that attention needs for itself: rows of q, keys of as many positions as a vector has lanes, scores."""
+    return LANES + TOGETHER * (depth + apart(capacity)) + LANES * depth
+
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 #: Tokens that are compared; matches of this many and more are one kind.

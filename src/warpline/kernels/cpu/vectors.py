@@ -1,6 +1,6 @@
 """Products of a few rows of x with a few rows of a matrix, as vectors of LLVM.
 
-A sum is in one order whatever stands beside it: element i of a row goes into sum i mod `TOGETHER`, and these sums are
+A sum is in one order whatever stands beside it: element i of a row goes into sum i mod `STRIDE`, and these sums are
 added in pairs. How many rows and outputs are computed at once changes what is read how often, and no bit. What the
 compiler makes of a loop by itself is free to differ from loop to loop.
 """
@@ -8,6 +8,7 @@ compiler makes of a loop by itself is free to differ from loop to loop.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,10 @@ from warpline.kernels.cpu.sizes import LANES
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 #: Vectors of sums for each product: they do not wait for one another.
 CHAINS = 2
-TOGETHER = LANES * CHAINS
+STRIDE = LANES * CHAINS
 VECTOR = ir.VectorType(_FLOAT, LANES)
-
+#: In float32: the exponential is one of 2.
+LOG2_E = 1.44269502162933349609375
 
 #: LLVM's type of a stored number, and its bytes (see `intrinsics.load`).
 STORED = {types.float32: (_FLOAT, 4), types.int16: (ir.HalfType(), 2), types.uint16: (_INT16, 2)}
@@ -88,6 +90,57 @@ def number(n: int) -> Any:
     return ir.Constant(_INT64, n)
 
 
+def alike(like: Any, value: float) -> Any:
+    """A constant of a type: a number, or a vector of it."""
+    return ir.Constant(like, [value] * LANES if isinstance(like, ir.VectorType) else value)
+
+
+def spread(builder: Any, one: Any, like: Any) -> Any:
+    """A number in every lane, or as it is."""
+    if not isinstance(like, ir.VectorType):
+        return one
+    first = builder.insert_element(ir.Constant(like, ir.Undefined), one, _INT32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INT32, like.count), None))
+
+
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger one; b if one of them is no number."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def exponential(builder: Any, x: Any) -> Any:
+    """2 to the x, to a relative error of 2e-7; the smallest is 2^-126. No number stays none."""
+    like = x.type
+    whole = ir.VectorType(_INT32, LANES) if isinstance(like, ir.VectorType) else _INT32
+    most = alike(like, 126.0)
+    x = builder.select(builder.fcmp_ordered("<", most, x), most, larger(builder, alike(like, -126.0), x))
+    suffix = f"v{LANES}f32" if isinstance(like, ir.VectorType) else "f32"
+    floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(like, [like]), f"llvm.floor.{suffix}")
+    nearest = builder.call(floor, [builder.fadd(x, alike(like, 0.5))])
+    rest = builder.fsub(x, nearest)
+    found = alike(like, _as_single(1.5403530e-4))
+    for term in (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0):
+        found = fused(builder, alike(like, _as_single(term)), found, rest)
+    exponent = builder.add(builder.fptosi(nearest, whole), alike(whole, 127))
+    return builder.fmul(found, builder.bitcast(builder.shl(exponent, alike(whole, 23)), like))
+
+
+def _as_single(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """`LANES` vectors: lane j of vector i becomes lane i of vector j."""
+    rows, step = list(rows), LANES // 2
+    while step:
+        for i in (i for i in range(LANES) if not i & step):
+            a, b = rows[i], rows[i | step]
+            rows[i] = picked(builder, a, b, [LANES + (j ^ step) if j & step else j for j in range(LANES)])
+            rows[i | step] = picked(builder, a, b, [LANES + j if j & step else j | step for j in range(LANES)])
+        step //= 2
+    return rows
+
+
 @functools.cache
 def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[..., Number]:
     """Of so many rows of x and of a matrix, whose rows are read side by side, or in turn. Compiled code calls it with:
@@ -123,13 +176,13 @@ def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[...,
                         builder.store(fused(builder, builder.load(into(r, o)), ws[o], xs[r]), into(r, o))
 
             def read_rows(read: range) -> None:
-                most = builder.udiv(inputs, number(TOGETHER))
+                most = builder.udiv(inputs, number(STRIDE))
                 with cgutils.for_range(builder, most) as loop:
-                    first = builder.mul(loop.index, number(TOGETHER))
+                    first = builder.mul(loop.index, number(STRIDE))
                     for chain in range(CHAINS):
                         at = builder.add(first, number(LANES * chain))
                         step(read, at, VECTOR, lambda r, o, c=chain: totals[r, o, c])
-                done = builder.mul(most, number(TOGETHER))
+                done = builder.mul(most, number(STRIDE))
                 more = builder.udiv(builder.sub(inputs, done), number(LANES))
                 with cgutils.for_range(builder, more) as loop:
                     at = builder.add(done, builder.mul(loop.index, number(LANES)))

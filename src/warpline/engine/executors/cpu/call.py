@@ -27,7 +27,9 @@ from warpline.kernels.cpu.sizes import (
     PANEL,
     ROOM,
     SUMS,
+    TOGETHER,
     apart,
+    attending,
     row_bytes,
 )
 from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
@@ -38,8 +40,8 @@ from warpline.model.screen import Screen
 PIECES = 6
 #: Stages from the end: behind the last layer's keys and values, and behind its attention.
 BEHIND_KEYS, BEHIND_ATTENTION = -5, -4
-#: Tokens of prompts that go through the stages at once.
-PROMPT_ROWS = 96
+#: Tokens of prompts that go through the stages at once: a multiple of the rows of a block (panels.py).
+PROMPT_ROWS = 132
 
 
 class Call:
@@ -58,7 +60,7 @@ class Call:
         table: np.ndarray | None = None,
     ):
         width, vocab, layers, lanes = config.n_embd, config.vocab_size, range(config.n_layer), slots.count
-        self._tensors, self._threads = tensors, threads
+        self._tensors, self._threads, self._heads = tensors, threads, config.n_head
         # Memory that is not written to costs nothing, so there is room for every slot with all of its drafts.
         chosen = lanes * (1 + drafts)
         rows = max(chosen, PROMPT_ROWS)
@@ -69,7 +71,7 @@ class Call:
         # Of each thread rows as a product wants them and what it needs besides, or what attention needs.
         inputs = max(width, config.inner)
         products = rows * max(row_bytes(inputs), 4 * apart(inputs)) + 4 * (ROOM * inputs + SUMS) + LINE
-        each = max(products, 4 * GROUP * (width + slots.capacity))
+        each = max(products, 4 * attending(width // config.n_head, slots.capacity))
         private = torch.empty(threads, -(-each // LINE) * LINE // 4)
         scales = [config.attention_scale(layer) for layer in layers]
         stages = []
@@ -148,7 +150,9 @@ class Call:
     def given(self, slots: Sequence[int], positions: np.ndarray, *, end: int = 0, screens: bool = False) -> int:
         """The tokens at these positions of these slots, through all stages before `end`, counted from behind."""
         self._positions[: len(positions)] = positions
-        firsts = _groups(np.array(slots), positions)
+        # The larger, the more share what is read; but every thread should have some.
+        most = -(-len(slots) * self._heads // (PIECES * self._threads * GROUP)) * GROUP
+        firsts = _groups(np.array(slots), positions, min(most, TOGETHER))
         return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False, screens, firsts=firsts)
 
     def ready(self, slots: Slots, lanes: Sequence[int], *, first: int, screens: bool = False) -> int:
@@ -246,14 +250,14 @@ class Call:
         )
 
 
-def _groups(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def _groups(slots: np.ndarray, positions: np.ndarray, most: int) -> np.ndarray:
     """Rows at which groups begin that attend together, and the number of rows: tokens of one sequence, one behind the
-    other, at most `GROUP`."""
+    other, at most so many."""
     rows = np.arange(len(slots))
     begins = np.ones(len(rows), bool)
     begins[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
     in_run = rows - np.maximum.accumulate(np.where(begins, rows, 0))
-    return np.append(rows[in_run % GROUP == 0], len(rows))
+    return np.append(rows[in_run % most == 0], len(rows))
 
 
 def _told_of(screen: Screen | None) -> dict[str, Tensor]:
