@@ -229,8 +229,8 @@ def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> float:
-    """Read bandwidth of `device` in GB/s over so much memory: the best of several passes of a matrix-vector product and
-    of a sum, both torch's own."""
+    """Read bandwidth of a GPU in GB/s over so much memory: the best of several passes of a matrix-vector product and
+    of a sum, both torch's own. Of a CPU: kernels/cpu/limits.py."""
     import torch
 
     rows = max(1, megabytes * 1_000_000 // (4 * 1024))
@@ -238,16 +238,24 @@ def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> fl
     vector = torch.empty(1024, device=device).uniform_(-1, 1)
 
     def seconds(read: Callable[[], object]) -> float:
-        if matrix.is_cuda:
-            torch.cuda.synchronize(matrix.device)
+        torch.cuda.synchronize(matrix.device)
         start = time.perf_counter()
         read()
-        if matrix.is_cuda:
-            torch.cuda.synchronize(matrix.device)
+        torch.cuda.synchronize(matrix.device)
         return time.perf_counter() - start
 
     ways = (lambda: torch.mv(matrix, vector), matrix.sum)
     return matrix.nbytes / min(seconds(way) for _ in range(1 + repeats) for way in ways) / 1e9
+
+
+def driver_version() -> str | None:
+    """The driver's own version, as Linux reports it, or the CUDA version it supports."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            words = file.readline().split()
+    except FileNotFoundError:
+        return None
+    return next((word for word in words if word[0].isdigit()), None)
 
 
 def free_bytes(device: str) -> int | None:

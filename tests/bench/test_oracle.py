@@ -26,5 +26,5 @@ def test_a_token_that_is_a_little_too_unlikely_is_wrong_in_fp32_and_right_in_bf1
     assert not oracle.judge(row, second[None], "fp32").right
     found = oracle.judge(row, second[None], "bf16")
     assert found.right
-    assert found.worst == pytest.approx(float(deficits[nearest]), rel=1e-3)
+    assert found.worst == pytest.approx(float(deficits[nearest]), abs=2e-5)  # logits of one row and of 200 round off
     assert found.agreeing == 0

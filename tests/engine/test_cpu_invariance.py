@@ -22,7 +22,7 @@ from tests.engine.arrivals import random_params
 from warpline import LLM, Completion, SamplingParams
 from warpline.engine.executors.cpu.forms import in_panels, padded
 from warpline.kernels.cpu import machine, sizes
-from warpline.kernels.cpu.build import SEEN, optimised
+from warpline.kernels.cpu.build import SEEN
 from warpline.kernels.cpu.intrinsics import INNER, array, matrix
 from warpline.kernels.cpu.library import Build
 from warpline.kernels.cpu.panels import RUN, multiply_panels_of
@@ -111,7 +111,7 @@ def _made(kind: Kind) -> Any:
             panels(t[0], t[3], t[4], x, apart, t[6], t[7], t[2], 4 * t[8], t[8], 0, count, t[9] != 0)
 
     made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(entry)
-    return machine.loaded(optimised(str(made.inspect_llvm()).replace(made.native_name, machine.ENTRY)))
+    return machine.loaded(machine.compiled(str(made.inspect_llvm()).replace(made.native_name, machine.ENTRY)))
 
 
 class _Products(dict[Kind, Any]):
@@ -209,9 +209,9 @@ class Target:
         return target.emit_object(module)
 
 
-build.llvm.create_pass_builder = lambda cpu, options, made=build.llvm.create_pass_builder: made(target, options)
-build.target = Target
-Path(sys.argv[1]).write_bytes(build.optimised(build.lowered(*sys.argv[2:])))
+machine.llvm.create_pass_builder = lambda cpu, options, made=machine.llvm.create_pass_builder: made(target, options)
+machine.target = Target
+Path(sys.argv[1]).write_bytes(machine.compiled(build.lowered(*sys.argv[2:]), apart=build.ONE_COPY))
 print("zmm" in texts[0], "ymm" in texts[0])
 """
 

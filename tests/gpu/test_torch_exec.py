@@ -11,7 +11,8 @@ import torch
 
 from tests.conftest import SMALL
 from tests.model.test_stories import NATS_PER_TOKEN, TOLERANCE, golden, held_out
-from warpline import LLM, SamplingParams, survey
+from warpline import LLM, SamplingParams
+from warpline.cli import survey
 from warpline.cli.main import main
 from warpline.model.weights import load
 

@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from warpline import __version__
+from warpline import __version__, hardware
 from warpline.errors import ConfigError, WarplineError
 
 SCHEMA = 1
@@ -32,8 +32,6 @@ def provenance() -> dict[str, Any]:
     """Commit, GPU, driver, versions and time of this run."""
     import torch
 
-    from warpline.survey import driver_version
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "schema": SCHEMA,
@@ -42,7 +40,7 @@ def provenance() -> dict[str, Any]:
         "source": source_digest(),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "gpu": gpu,
-        "driver": driver_version(),
+        "driver": hardware.driver_version(),
         "warpline": __version__,
         "torch": torch.__version__,
     }

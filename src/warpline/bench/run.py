@@ -90,9 +90,9 @@ class Bench:
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def limits(self, case: Case) -> dict[str, float]:
-        """What this machine can do now: read as many bytes as the model has, and multiply matrices of its dtype. A GPU
-        reads a model that fits its L2 cache faster than memory, and a short one slower than a long one; the limit is
-        the faster of the model's bytes and of many."""
+        """What this machine can do now: read as many bytes as the model has, and multiply in its dtype. A GPU reads a
+        model that fits its L2 cache faster than memory, and a short one slower than a long one; the limit is the faster
+        of the model's bytes and of many."""
         key = (case.model, case.dtype)
         if key not in self._limits:
             self._limits[key] = self._measured(case)
@@ -107,8 +107,9 @@ class Bench:
         bytes_read = cost.weight_bytes(read_config(case.model), case.dtype)
         megabytes = min(max(16, bytes_read // 1_000_000), MOST_MEGABYTES)
         if self.settings.device == "cpu":
-            read = hardware.measure_bandwidth("cpu", megabytes, repeats=20)  # neighbours come and go
-            rate = product_rate(torch.float32, 2048, "cpu")
+            from warpline.kernels.cpu import limits
+
+            read, rate = limits.read_gb_s(megabytes), limits.product_tflop_s(case.dtype)
         else:
             read = max(read_bandwidth(size) for size in {megabytes, MOST_MEGABYTES})
             rate = product_rate(TORCH_DTYPES[case.dtype])
@@ -192,13 +193,24 @@ class Bench:
                 built[name] = found
             tick(0.5 if found is not None else 1)
         del oracle
+        dtypes = {name: known.find(name).stored or case.dtype for name in built}
+        its_own = {dtype: replace(case, dtype=dtype) for dtype in dtypes.values()}
+        has_neighbours = self.settings.device == "cpu"  # who come and go: its limit is measured before and after
+        if has_neighbours:
+            for like in its_own.values():
+                self._limits[like.model, like.dtype] = self._measured(like)
         times = self._time(case, built, prompts.device, deadline)
-        said = {name: figures(case, config, times[name], name, self.limits(case)) for name in built}
-        if any(row.get("percent_of_limit", 0) > 100 for row in said.values()):
-            self._measure_again(case)  # it may have been measured while a neighbour was busy
-            said = {name: figures(case, config, times[name], name, self.limits(case)) for name in built}
+
+        def said() -> dict[str, Row]:
+            limits = {name: self.limits(its_own[dtype]) for name, dtype in dtypes.items()}
+            return {name: figures(case, config, times[name], name, its) | its for name, its in limits.items()}
+
+        if has_neighbours or any(row.get("percent_of_limit", 0) > 100 for row in said().values()):
+            for like in its_own.values():
+                self._measure_again(like)
+        rows_said = said()
         for name, one in built.items():
-            one.row |= said[name]
+            one.row |= rows_said[name]
             one.method.close()
             tick(0.5)
         built.clear()

@@ -23,7 +23,7 @@ _BITS = (
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what this machine has and lacks. Measures memory bandwidth and remembers it."""
-    from warpline import survey
+    from warpline.cli import survey
     from warpline.kernels import choices
 
     with progress("Measuring memory"):

@@ -14,13 +14,12 @@ from pathlib import Path
 
 os.environ |= {"NUMBA_OPT": "0", "NUMBA_LOOP_VECTORIZE": "0"}
 
-import llvmlite.binding as llvm
 import numpy as np
 from numba import cfunc, types
 
 from warpline.kernels.cpu import machine
 from warpline.kernels.cpu.decode import program
-from warpline.kernels.cpu.machine import ENTRY, target
+from warpline.kernels.cpu.machine import ENTRY
 
 #: How compiled code sees what is stored: half precision goes by its bits.
 SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
@@ -36,23 +35,8 @@ def lowered(stored: str, cached: str, activation: str) -> str:
     return str(made.inspect_llvm()).replace(made.native_name, ENTRY)
 
 
-def optimised(source: str) -> bytes:
-    """Machine code. Nothing but the entry is seen from outside, so everything else may be changed or left out."""
-    module, cpu = llvm.parse_assembly(source), target()
-    for function in module.functions:
-        if not function.is_declaration and function.name != ENTRY:
-            function.linkage = "internal"
-            if any(name in function.name for name in ONE_COPY):
-                function.add_function_attribute("noinline")
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.loop_vectorization = options.loop_interleaving = options.loop_unrolling = options.slp_vectorization = True
-    passes = llvm.create_pass_builder(cpu, options)
-    passes.getModulePassManager().run(module, passes)
-    return bytes(cpu.emit_object(module))
-
-
 if __name__ == "__main__":
-    code = optimised(lowered(*sys.argv[2:]))
+    code = machine.compiled(lowered(*sys.argv[2:]), apart=ONE_COPY)
     with contextlib.suppress(OSError):  # the process that asked for it sees that it is not there, and says so
         machine.keep(Path(sys.argv[1]), code)
     with contextlib.suppress(BrokenPipeError):  # no process waits any more; the next one finds the file

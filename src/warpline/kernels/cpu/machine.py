@@ -8,7 +8,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,22 @@ def key() -> str:
     facts = [*_host(), version("numba"), version("llvmlite")]
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.blake2b(b"\0".join([*sources, *(fact.encode() for fact in facts)]), digest_size=8).hexdigest()
+
+
+def compiled(source: str, apart: Sequence[str] = ()) -> bytes:
+    """Machine code of a module of LLVM's. Nothing but the entry is seen from outside, so everything else may be changed
+    or left out; of functions with `apart` in their names there is one copy each."""
+    module, cpu = llvm.parse_assembly(source), target()
+    for function in module.functions:
+        if not function.is_declaration and function.name != ENTRY:
+            function.linkage = "internal"
+            if any(name in function.name for name in apart):
+                function.add_function_attribute("noinline")
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = options.loop_interleaving = options.loop_unrolling = options.slp_vectorization = True
+    passes = llvm.create_pass_builder(cpu, options)
+    passes.getModulePassManager().run(module, passes)
+    return bytes(cpu.emit_object(module))
 
 
 def kept(path: Path) -> bytes | None:

@@ -50,13 +50,13 @@ def take() -> Survey:
     import torch
 
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    devices = [hardware.remember_bandwidth(hardware.describe(name), hardware.measure_bandwidth(name)) for name in names]
+    devices = [hardware.remember_bandwidth(hardware.describe(name), _bandwidth(name)) for name in names]
     software = {
         "warpline": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda,
-        "NVIDIA driver": driver_version(),
+        "NVIDIA driver": hardware.driver_version(),
         "NVRTC": _nvrtc_version(),
     }
     folder = hardware.cache_dir()
@@ -65,6 +65,14 @@ def take() -> Survey:
     return Survey(
         software, devices, str(folder), used, extras, _advice(software, devices, torch.get_num_threads(), extras)
     )
+
+
+def _bandwidth(device: str) -> float:
+    if device == "cpu":
+        from warpline.kernels.cpu import limits
+
+        return limits.read_gb_s()
+    return hardware.measure_bandwidth(device)
 
 
 def _advice(
@@ -120,16 +128,6 @@ def _installed(package: str) -> bool:
 
 def _has_nvidia_gpu() -> bool:
     return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
-
-
-def driver_version() -> str | None:
-    """The driver's own version, as Linux reports it, or the CUDA version it supports."""
-    try:
-        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
-            words = file.readline().split()
-    except FileNotFoundError:
-        return None
-    return next((word for word in words if word[0].isdigit()), None)
 
 
 def _nvrtc_version() -> str | None:

@@ -1,0 +1,39 @@
+"""What a CPU can do at best is no less than what others get out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from warpline.kernels.cpu import limits
+
+
+def best(do: Callable[[], object], times: int = 10) -> float:
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        do()
+        found.append(time.perf_counter() - begun)
+    return min(found)
+
+
+def test_memory() -> None:
+    data = torch.ones(256_000_000 // 4)
+    torchs = data.nbytes / best(data.sum) / 1e9
+    assert 0.7 * torchs < limits.read_gb_s(256) < 5000  # neighbours take a share that changes from second to second
+
+
+@pytest.mark.parametrize("megabytes", [1, 7])
+def test_what_a_cache_holds_is_read_faster(megabytes: int) -> None:
+    assert limits.read_gb_s(megabytes) > 1
+
+
+def test_products() -> None:
+    a, b = torch.randn(2, 1024, 1024)
+    torchs = 2 * 1024**3 / best(lambda: a @ b) / 1e12
+    single, codes = limits.product_tflop_s("fp32"), limits.product_tflop_s("int8")
+    assert 0.8 * torchs < single < 100
+    assert 0.8 * single < codes < 100
