@@ -6,6 +6,7 @@ A figure nobody knows is None and prints as "n/a"; nothing is guessed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -279,6 +280,33 @@ def cache_bytes(device: str) -> int | None:
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((1024 * int(size.removesuffix("K")) for size in sizes if re.fullmatch(r"\d+K", size)), default=None)
+
+
+def current_cpu() -> int:
+    """The CPU that the calling thread runs on; -1 where the system (any but Linux) does not say."""
+    if (ask := _asks_for_cpu()) is None:
+        return -1
+    return int(ask())
+
+
+@functools.cache
+def _asks_for_cpu() -> Callable[[], int] | None:
+    return getattr(ctypes.CDLL(None), "sched_getcpu", None) if platform.system() == "Linux" else None
+
+
+def allowed_cpus() -> set[int]:
+    """The CPUs that the calling thread may run on; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def restrict_to(cpus: set[int]) -> bool:
+    """Have the calling thread run on these alone. Whether the system lets it."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        logger.debug("cannot choose CPUs: %s", error.strerror)
+        return False
+    return True
 
 
 def give_back_freed_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from warpline.bench.methods.ours import Naive, OnTorch
 from warpline.bench.oracle import Oracle
 from warpline.bench.process import measure_process
 from warpline.bench.protocol import Sample, collect, interleave
-from warpline.bench.run import Bench
+from warpline.bench.run import Bench, Row
 from warpline.bench.workloads import Settings
 from warpline.errors import ConfigError
 from warpline.model.weights import load
@@ -59,6 +60,27 @@ def test_short_calls_are_made_twice_in_a_turn_and_timed_once() -> None:
     samples = collect(interleave(calls, CPU, repetitions=3, budget_seconds=100))
     assert "".join(order) == "sllssssl"
     assert {name: len(sample.seconds) for name, sample in samples.items()} == {"short": 3, "long": 3}
+
+
+def test_a_turn_begins_when_threads_of_the_one_before_sleep() -> None:
+    """Libraries' threads go on looking for work; whoever comes next would share a core with them."""
+    threads: list[threading.Thread] = []
+    spinning: list[bool] = []
+
+    def spin() -> None:
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            sum(range(1000))
+
+    def restless() -> None:
+        threads.append(threading.Thread(target=spin))
+        threads[-1].start()
+        time.sleep(0.001)
+
+    calls = {"a": restless, "b": lambda: spinning.append(any(thread.is_alive() for thread in threads))}
+    collect(interleave(calls, CPU, repetitions=3, budget_seconds=100))
+    assert spinning
+    assert not any(spinning)
 
 
 def test_budget_ends_rounds_but_not_before_three() -> None:
@@ -230,8 +252,9 @@ def test_process_that_fails_says_why() -> None:
 
 def test_a_window_moves_fewer_bytes() -> None:
     bench = Bench(Settings("cpu", repetitions=3))
-    (whole,), (windowed,) = bench.run(
-        [case(batch=16, prompt=60, window=w) for w in (None, 4)], ["torch"], lambda _: None
-    )
-    moved = [row["gb_s"] * row["us_per_token"] for row in (whole, windowed)]
+    rows: list[Row] = [{}]
+    while not all("gb_s" in row for row in rows):  # it is left out where noise exceeds what was measured
+        cases = [case(batch=16, prompt=60, window=w) for w in (None, 4)]
+        rows = [row for (row,) in bench.run(cases, ["torch"], lambda _: None)]
+    moved = [row["gb_s"] * row["us_per_token"] for row in rows]
     assert moved[1] < 0.97 * moved[0]

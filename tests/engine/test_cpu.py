@@ -29,7 +29,7 @@ from warpline import LLM, hardware
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
 from warpline.engine.executors import choose, create
-from warpline.engine.executors.cpu.executor import CpuExecutor, Team
+from warpline.engine.executors.cpu.executor import CpuExecutor
 from warpline.engine.request import Request
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.export import export
@@ -151,20 +151,6 @@ def test_a_row_of_zeros_stays_zero() -> None:
     codes, scale = quantise(torch.zeros(2, 5))
     assert not codes.any()
     assert not scale.any()
-
-
-def test_a_team_hands_errors_over_and_goes_on() -> None:
-    team = Team(3)
-
-    def fail(me: int) -> int:
-        if me == 2:
-            raise ValueError("two")
-        return me
-
-    with pytest.raises(ValueError, match="two"):
-        team.run(fail)
-    assert team.run(lambda me: me + 10) == 10
-    team.close()
 
 
 def test_other_executors_refuse_int8() -> None:

@@ -1,8 +1,10 @@
 """How generations are timed: warm-up, then repetitions of all methods in turn, each synchronised at both ends.
 
 Machines drift: clocks, neighbours, temperature. Methods that take turns share the drift, so that their ratios hold;
-absolute times are only comparable within one run. A short call is made twice in its turn and timed the second time:
-the first finds the CPU's caches full of another method's code and data, which a program with one method never does.
+absolute times are only comparable within one run. A program with one method neither finds the CPU's caches full of
+another's code and data nor shares its cores with another's threads, which look for work long after a call has ended
+(ONNX Runtime's for 32 ms, torch's for 10). So a turn begins when these sleep, and a short call is made twice in it and
+timed the second time.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ T = TypeVar("T")
 
 #: Seconds of a call beyond which cold caches do not matter.
 SHORT = 0.1
+#: Seconds for which others' threads are waited for, at most, and of a look at them; looks in a row that find nothing.
+PATIENCE, LOOK, LOOKS = 0.5, 0.002, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ def interleave(
     for turn in range(repetitions):
         names = [name for name in calls if turn < least or taken[name] < part]
         for name in names[:: 1 if turn % 2 == 0 else -1]:
+            _wait_for_threads()
             given = calls[name]
             for i, call in enumerate([given] if callable(given) else given):
                 if last.get((name, i), SHORT) < SHORT:
@@ -101,6 +106,16 @@ def interleave(
                 last[name, i] = timed(call, device)
                 taken[name] += last[name, i]
                 yield name, last[name, i]
+
+
+def _wait_for_threads() -> None:
+    """Until this process takes less than a quarter of a core."""
+    deadline, idle = time.monotonic() + PATIENCE, 0
+    while idle < LOOKS and time.monotonic() < deadline:
+        begun, taken = time.monotonic(), time.process_time()
+        time.sleep(LOOK)
+        is_idle = time.process_time() - taken < (time.monotonic() - begun) / 4
+        idle = idle + 1 if is_idle else 0
 
 
 def collect(pairs: Iterable[tuple[str, float]]) -> dict[str, Sample]:

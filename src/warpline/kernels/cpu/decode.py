@@ -4,7 +4,8 @@ The work of a stage is cut into pieces that any thread may take. A stage has end
 waits for one that the system has put aside, unless that holds a piece; such a one finds nothing to do until it has
 caught up. So the number of pieces is the same in all steps of a call, whatever rows they have. Each output of a product
 is computed by one thread in one order, so results depend neither on which took it nor on how many threads there are,
-nor on the other rows. LayerNorm is done by every thread that needs it for itself, which saves a stage.
+nor nor on the other rows. Of a few rows every thread does LayerNorm for itself, which saves a stage; many are prepared
+together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from warpline.kernels.cpu.products import multiply_of, product_of
 from warpline.kernels.cpu.quanta import rounded
 from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
 from warpline.kernels.cpu.sharing import finished, taken, wait
-from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, apart, row_bytes
+from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, TALL, apart, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
 _WORDS, _STAGE = len(Word), len(Stage)
@@ -94,33 +95,44 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         return stage[Stage.IN_ROWS.value] != 0 and not multiplies_codes(at, stage)
 
     @njit(**INNER)
+    def cut(at: np.ndarray, stage: np.ndarray) -> tuple[int, int]:
+        """Into how many pieces a product's outputs are cut, and each of these by rows. Where rows are many, pieces may
+        be small: what counts is that no thread waits long for the last one."""
+        pieces, preparing = stage[Stage.PIECES.value], at[Word.PREPARING.value]
+        if preparing == 0 or is_in_rows(at, stage):
+            return pieces, 1
+        units = (stage[Stage.OUTPUTS.value] + PANEL - 1) // PANEL
+        return min(units, 4 * preparing), max(1, 2 * preparing // units)
+
+    @njit(**INNER)
     def product(at: np.ndarray, stage: np.ndarray, piece: int, x: int, x_apart: int, room: int) -> None:
         """Outputs of a stage, for rows of x that are `x_apart` bytes apart, or where codes are multiplied for rows in
         quanta."""
         outputs, inputs, rows = stage[Stage.OUTPUTS.value], stage[Stage.INPUTS.value], at[Word.ROWS.value]
         form, biases, target = stage[Stage.FORM.value], stage[Stage.BIAS.value], stage[Stage.TARGET.value]
         units = outputs if is_in_rows(at, stage) else (outputs + PANEL - 1) // PANEL
-        pieces, adds = stage[Stage.PIECES.value], form == Form.ADDED.value
-        first, last = units * piece // pieces, units * (piece + 1) // pieces
+        adds, apart = form == Form.ADDED.value, 4 * stage[Stage.TARGET_APART.value]
+        pieces, cuts = cut(at, stage)
+        first, last = units * (piece // cuts) // pieces, units * (piece // cuts + 1) // pieces
+        if cuts > 1:
+            begin = min(rows, (rows * (piece % cuts) // cuts + TALL - 1) // TALL * TALL)
+            end = min(rows, (rows * (piece % cuts + 1) // cuts + TALL - 1) // TALL * TALL)
+            x, target, rows = x + begin * x_apart, target + begin * apart, end - begin
         if multiplies_codes(at, stage):
             codes, scales = stage[Stage.MATRIX.value], stage[Stage.SCALES.value]
             if not all_codes:
                 codes, scales = stage[Stage.CODES.value], stage[Stage.CODE_SCALES.value]
-            multiply_codes(
-                codes, scales, biases, x, x_apart, rows, inputs, target, 4 * outputs, outputs, first, last, adds
-            )
+            multiply_codes(codes, scales, biases, x, x_apart, rows, inputs, target, apart, outputs, first, last, adds)
         elif is_in_rows(at, stage):
             y, bias = matrix(target, SINGLE, rows, outputs), array(biases, SINGLE, outputs if biases != 0 else 0)
             multiply(stage[Stage.MATRIX.value], bias, x, rows, inputs, y, first, last, adds, room)
         else:
-            multiply_panels(
-                stage[Stage.MATRIX.value], 0, biases, x, x_apart, rows, inputs, target, 4 * outputs, outputs, first,
-                last, adds,
-            )  # fmt: skip
+            weights = stage[Stage.MATRIX.value]
+            multiply_panels(weights, 0, biases, x, x_apart, rows, inputs, target, apart, outputs, first, last, adds)
         if form == Form.ACTIVATED.value:
             begin, count = first * PANEL, min(last * PANEL, outputs) - first * PANEL
             for r in range(rows):
-                here = array(target + 4 * (r * outputs + begin), SINGLE, count)
+                here = array(target + r * apart + 4 * begin, SINGLE, count)
                 for i in range(count):
                     here[i] = activated(here[i])
 
@@ -179,34 +191,65 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                     store(kept[1][position], d, qkv[r, 2 * width + column + d])
         if stage[Stage.FORM.value] == Form.ATTENTION.value:
             scale = number(at[Word.SETTINGS.value], stage[Stage.SCALE.value])
-            last = whole(at[Word.POSITIONS.value], first) + 1
+            last, apart = whole(at[Word.POSITIONS.value], first) + 1, stage[Stage.TARGET_APART.value]
             attend(
                 source + 12 * first * width, 3 * width, end - first, keys, values, depth, last, at[Word.WINDOW.value],
-                scale, target + 4 * first * width, width, capacity, room,
+                scale, target + 4 * first * apart, apart, capacity, room,
             )  # fmt: skip
 
     @njit(**INNER)
-    def prepared(at: np.ndarray, stage: np.ndarray, room: int) -> tuple[int, int, int]:
-        """Rows of x as a product wants them, made at `room`: behind LayerNorm if there is one, so far apart that they
-        do not compete for the same places of a cache, in quanta for codes. Their address, the bytes from one to the
-        next, and where memory is free behind them."""
-        rows, inputs, source = at[Word.ROWS.value], stage[Stage.INPUTS.value], stage[Stage.SOURCE.value]
-        codes, count = multiplies_codes(at, stage), inputs if stage[Stage.NORM.value] != 0 else 0
-        epsilon = number(at[Word.SETTINGS.value], 0)
+    def is_as_wanted(at: np.ndarray, stage: np.ndarray) -> bool:
+        """Whether a product takes its rows of x as they lie: no LayerNorm before it, and no codes."""
+        return stage[Stage.NORM.value] == 0 and not multiplies_codes(at, stage)
+
+    @njit(**INNER)
+    def size_of_row(at: np.ndarray, stage: np.ndarray) -> int:
+        """Bytes of a prepared one, and to the next. An odd number of lines, so that rows do not compete for the same
+        places of a cache, unless the matrix is in rows itself."""
+        inputs = stage[Stage.INPUTS.value]
+        if multiplies_codes(at, stage):
+            return _row_bytes(inputs)
+        return 4 * (inputs if is_in_rows(at, stage) else _apart(inputs))
+
+    @njit(**INNER)
+    def prepare(at: np.ndarray, stage: np.ndarray, first: int, last: int, target: int, room: int) -> None:
+        """Some rows of x become what a product wants: behind LayerNorm if there is one, in quanta for codes. `target`
+        is where the first of all rows goes; at `room` there is memory for one."""
+        inputs, codes, each = stage[Stage.INPUTS.value], multiplies_codes(at, stage), size_of_row(at, stage)
+        count = inputs if stage[Stage.NORM.value] != 0 else 0
         weight, bias = array(stage[Stage.NORM.value], SINGLE, count), array(stage[Stage.NORM_BIAS.value], SINGLE, count)
-        each = _row_bytes(inputs) if codes else 4 * (inputs if is_in_rows(at, stage) else _apart(inputs))
-        # With quanta one row is enough for what LayerNorm makes.
-        end = room + (rows * each + LINE - 1) // LINE * LINE
-        for r in range(rows):
-            x = array(source + 4 * r * inputs, SINGLE, inputs)
-            y = array(end if codes else room + r * each, SINGLE, inputs)
+        for r in range(first, last):
+            x = array(stage[Stage.SOURCE.value] + 4 * r * stage[Stage.SOURCE_APART.value], SINGLE, inputs)
+            y = array(room if codes else target + r * each, SINGLE, inputs)
             if count > 0:
-                normalise(x, weight, bias, epsilon, y)
-            elif not codes:
-                for i in range(inputs):
-                    y[i] = x[i]
+                normalise(x, weight, bias, number(at[Word.SETTINGS.value], 0), y)
             if codes:
-                rounded(y if count > 0 else x, room + r * each)
+                rounded(y if count > 0 else x, target + r * each)
+
+    @njit(**INNER)
+    def prepare_together(at: np.ndarray, stage: np.ndarray, base: int, private: int) -> None:
+        """Every row once, for all threads."""
+        pieces = at[Word.PREPARING.value]
+        piece = taken(at, base + pieces)
+        while piece >= 0:
+            rows, number = at[Word.ROWS.value], piece - base
+            first, last = rows * number // pieces, rows * (number + 1) // pieces
+            prepare(at, stage, first, last, at[Word.PREPARED.value], private)
+            finished(at, base + pieces)
+            piece = taken(at, base + pieces)
+        wait(at, base + pieces)
+
+    @njit(**INNER)
+    def prepared(at: np.ndarray, stage: np.ndarray, room: int) -> tuple[int, int, int]:
+        """Rows of x as a product wants them, made here unless they were made together: their address, the bytes from
+        one to the next, and where memory is free."""
+        if is_as_wanted(at, stage):
+            return stage[Stage.SOURCE.value], 4 * stage[Stage.SOURCE_APART.value], room
+        rows, each = at[Word.ROWS.value], size_of_row(at, stage)
+        if at[Word.PREPARING.value] > 0:
+            return at[Word.PREPARED.value], each, room
+        end = room + (rows * each + LINE - 1) // LINE * LINE
+        prepare(at, stage, 0, rows, room, end)
         return room, each, end
 
     @njit(**INNER)
@@ -293,9 +336,13 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                 stage = stages[stage_number]
                 if stage[Stage.FORM.value] == Form.CACHED.value and begin == Begin.NEWEST.value:
                     continue
-                pieces = stage[Stage.PIECES.value]
-                if pieces == 0:
-                    pieces = lanes * at[Word.HEADS.value]
+                pieces = lanes * at[Word.HEADS.value]
+                if stage[Stage.FORM.value] < Form.CACHED.value:
+                    if at[Word.PREPARING.value] > 0 and not is_as_wanted(at, stage):
+                        prepare_together(at, stage, base, private)
+                        base += at[Word.PREPARING.value]
+                    by_outputs, by_rows = cut(at, stage)
+                    pieces = by_outputs * by_rows
                 staged(at, stage, base, base + pieces, private)
                 base += pieces
             steps = step + 1

@@ -6,7 +6,6 @@ import functools
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from llvmlite import ir
 from warpline import hardware
 from warpline.kernels.cpu import machine
 from warpline.kernels.cpu.sizes import LANES, LINE
+from warpline.kernels.cpu.team import Team
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTEGERS, _FLOATS = ir.VectorType(_INT32, LANES), ir.VectorType(_FLOAT, LANES)
@@ -36,12 +36,13 @@ def read_gb_s(megabytes: int = 512, repeats: int = 5) -> float:
     each = -(-size // hardware.threads() // _BLOCK) * _BLOCK
     parts = [(begin, min(each, size - begin)) for begin in range(0, size, each)]
     passes = max(1, 256_000_000 // size)  # a short one is over before all threads run
-    with ThreadPoolExecutor(len(parts)) as team:
-        for first in _rooms(size):
-            for _ in range(repeats):
-                for ahead in _AHEADS:
-                    words = [_room(first + begin, count, passes) for begin, count in parts]
-                    best = max(best, passes * size / _seconds(team, _reader(ahead), words) / 1e9)
+    team = Team(len(parts))
+    for first in _rooms(size):
+        for _ in range(repeats):
+            for ahead in _AHEADS:
+                rooms = [_room(first + begin, count, passes) for begin, count in parts]
+                best = max(best, passes * size / _seconds(team, _reader(ahead), rooms) / 1e9)
+    team.close()
     return best
 
 
@@ -51,8 +52,10 @@ def product_tflop_s(dtype: str, repeats: int = 20) -> float:
     pairs = 2 if dtype == "int8" else 1
     work = 2 * LANES * pairs * _SUMS[_is_wide()] * _TURNS
     rooms = [_room() for _ in range(count)]
-    with ThreadPoolExecutor(count) as team:
-        return max(count * work / _seconds(team, function, rooms) / 1e12 for _ in range(repeats))
+    team = Team(count)
+    best = max(count * work / _seconds(team, function, rooms) / 1e12 for _ in range(repeats))
+    team.close()
+    return best
 
 
 def _rooms(size: int) -> Iterator[int]:
@@ -80,9 +83,9 @@ def _room(*told: int) -> np.ndarray:
     return words
 
 
-def _seconds(team: ThreadPoolExecutor, function: Callable[[int, int], None], rooms: list[np.ndarray]) -> float:
+def _seconds(team: Team, function: Callable[[int, int], None], rooms: list[np.ndarray]) -> float:
     begun = time.perf_counter()
-    list(team.map(lambda each: function(0, int(each.ctypes.data)), rooms))
+    team.run(lambda me: function(me, int(rooms[me].ctypes.data)))
     return time.perf_counter() - begun
 
 

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
 from warpline.kernels.cpu.intrinsics import INNER
-from warpline.kernels.cpu.sizes import BEHIND_ROW, LANES, PANEL, QUAD
+from warpline.kernels.cpu.sizes import BEHIND_ROW, LANES, PANEL, QUAD, TALL
 from warpline.kernels.cpu.vectors import STORED, VECTOR, fused, loaded, number, picked, spread
 
 _INT8, _INT16, _INT32, _INT64, _FLOAT = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType()
@@ -247,7 +247,7 @@ def _tile(kind: type[_Tile], rows: int, vectors: int) -> Callable[..., int]:
 #: Rows and vectors of outputs of the blocks that a CPU's registers hold, the largest first: by whether vectors have 64
 #: bytes (32 registers of them, or 16 of 32 bytes, of which a vector here takes two) and by a pair's vectors of sums.
 _TILES = {
-    (True, 1): ((12, 2), (8, 2), (4, 2), (2, 2), (1, 2)),
+    (True, 1): ((TALL, 2), (8, 2), (4, 2), (2, 2), (1, 2)),
     (True, 2): ((6, 2), (4, 2), (2, 2), (1, 2)),
     (False, 1): ((6, 1), (3, 2), (1, 2)),
     (False, 2): ((3, 1), (1, 2)),

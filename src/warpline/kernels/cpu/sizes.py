@@ -13,8 +13,8 @@ from warpline.config import MOST_SPECULATIVE_TOKENS
 LANES = 16
 #: Bytes of a line of the cache.
 LINE = 64
-#: Outputs of a panel (panels.py), and inputs that lie together in a panel of codes.
-PANEL, QUAD = 2 * LANES, 4
+#: Outputs of a panel (panels.py), inputs that lie together in a panel of codes, rows of the largest block of products.
+PANEL, QUAD, TALL = 2 * LANES, 4, 12
 #: Rows of the LM head that are converted at a time.
 ROOM = 4
 #: Sums of a block of products with the head, at most.

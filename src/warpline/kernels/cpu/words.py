@@ -27,6 +27,7 @@ class Word(_Places):
     ROWS = auto()  # tokens at once; of newest tokens with drafts behind them, other ones in every pass
     DRAFTS = auto()  # of a sequence in a pass, at most; 0 if none are made
     TOPS = auto()  # likeliest tokens that `TOP_TOKEN` has room for
+    PREPARING = auto()  # pieces in which rows of x are prepared for a product; 0 if every thread does so for itself
     PASSES = auto()  # steps that were taken, when a call has ended
     SLOTS = auto()
     WIDTH = auto()
@@ -60,6 +61,7 @@ class Word(_Places):
     NOISY = auto()
     MARKS = auto()
     RAW = auto()  # logits as they were
+    PREPARED = auto()  # rows of x
     PRIVATE = auto()  # of each thread
     # of the slots
     TOKENS = auto()
@@ -116,7 +118,9 @@ class Stage(_Places):
     FORM = auto()
     PIECES = auto()
     SOURCE = auto()
+    SOURCE_APART = auto()  # numbers from row to row
     TARGET = auto()
+    TARGET_APART = auto()
     # of a product
     MATRIX = auto()  # in panels (panels.py),
     IN_ROWS = auto()  # or, of an LM head in floating point, row by row

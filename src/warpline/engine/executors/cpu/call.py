@@ -40,6 +40,8 @@ from warpline.model.screen import Screen
 PIECES = 6
 #: Stages from the end: behind the last layer's keys and values, and behind its attention.
 BEHIND_KEYS, BEHIND_ATTENTION = -5, -4
+#: Rows up to which each thread prepares x for itself, rather than wait for others.
+ALONE = 4
 #: Tokens of prompts that go through the stages at once: a multiple of the rows of a block (panels.py).
 PROMPT_ROWS = 132
 
@@ -64,28 +66,39 @@ class Call:
         # Memory that is not written to costs nothing, so there is room for every slot with all of its drafts.
         chosen = lanes * (1 + drafts)
         rows = max(chosen, PROMPT_ROWS)
-        self.x, self.attended = torch.empty(rows, width), torch.empty(rows, width)
+        inner = config.inner
+        # What a product reads as it lies has rows that do not compete for the same places of a cache.
+        self.x, attended, hidden = (torch.empty(rows, size) for size in (width, apart(width), apart(inner)))
+        self.attended = attended[:, :width]
         self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
-        qkv, hidden = torch.empty(rows, 3 * width), torch.empty(rows, config.inner)
+        qkv = torch.empty(rows, 3 * width)
         marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
-        # Of each thread rows as a product wants them and what it needs besides, or what attention needs.
-        inputs = max(width, config.inner)
-        products = rows * max(row_bytes(inputs), 4 * apart(inputs)) + 4 * (ROOM * inputs + SUMS) + LINE
+        # Rows as a product wants them; of each thread a few, and what it needs besides, or what attention needs.
+        inputs = max(width, inner)
+        of_row = max(row_bytes(inputs), 4 * apart(inputs))
+        prepared = torch.empty(rows * of_row, dtype=torch.uint8)
+        products = (ALONE + 1) * of_row + 4 * (ROOM * inputs + SUMS) + LINE
         each = max(products, 4 * attending(width // config.n_head, slots.capacity))
         private = torch.empty(threads, -(-each // LINE) * LINE // 4)
         scales = [config.attention_scale(layer) for layer in layers]
         stages = []
         for i in layers:
-            cache = {"keys": slots.cache.k[i], "values": slots.cache.v[i], "source": qkv, "target": self.attended}
+            cache = {
+                "keys": slots.cache.k[i],
+                "values": slots.cache.v[i],
+                "source": qkv,
+                "target": attended,
+                "target_apart": attended.shape[1],
+            }
             stages += [
-                self._product(f"h.{i}.attn.c_attn", Form.STORED, self.x, qkv, norm=f"h.{i}.ln_1"),
+                self._product(f"h.{i}.attn.c_attn", Form.STORED, self.x, qkv, 3 * width, norm=f"h.{i}.ln_1"),
                 _stage(form=Form.CACHED, **cache),
                 _stage(form=Form.ATTENTION, **cache, scale=1 + i),
-                self._product(f"h.{i}.attn.c_proj", Form.ADDED, self.attended, self.x),
-                self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, self.x, hidden, norm=f"h.{i}.ln_2"),
-                self._product(f"h.{i}.mlp.c_proj", Form.ADDED, hidden, self.x),
+                self._product(f"h.{i}.attn.c_proj", Form.ADDED, attended, self.x, width),
+                self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, self.x, hidden, inner, norm=f"h.{i}.ln_2"),
+                self._product(f"h.{i}.mlp.c_proj", Form.ADDED, hidden, self.x, width, inputs=inner),
             ]
-        stages.append(self._product(head, Form.STORED, self.x, self.logits, norm="ln_f", **_told_of(screen)))
+        stages.append(self._product(head, Form.STORED, self.x, self.logits, vocab, norm="ln_f", more=_told_of(screen)))
         self._stages = len(stages)
         self._sequences, self._positions, self._lanes = (np.zeros(rows, np.int64) for _ in range(3))
         self._firsts = np.arange(rows + 1)
@@ -127,6 +140,7 @@ class Call:
             Word.NOISY: noisy,
             Word.MARKS: marks,
             Word.RAW: raw,
+            Word.PREPARED: prepared,
             Word.PRIVATE: private,
             **{word: getattr(slots, word.name.lower()) for word in RECORD},
             **dict(zip(SHARED, self._shared, strict=True)),
@@ -208,6 +222,8 @@ class Call:
         words[Word.ROWS], words[Word.LANES] = count, self._lane_count
         words[Word.BEGIN], words[Word.FIRST], words[Word.LAST], words[Word.DRAFTS] = begin, first, last, drafts
         words[Word.STEPS], words[Word.CHOOSES], words[Word.SCREENS] = steps, chooses, screens
+        most = count * (1 + drafts)
+        words[Word.PREPARING] = min(most, PIECES * self._threads) if most > ALONE else 0
         self._shared[: SHARED.index(Word.HALT)] = 0
         self._shared[SHARED.index(Word.GOING), 0] = going
         self._shared[SHARED.index(Word.STOP), 0] = steps if going else 0
@@ -228,16 +244,28 @@ class Call:
         words[Word.TOP_LOGPROB], words[Word.TOP_TOKEN] = _word(slots.top_logprob), _word(slots.top_token)
 
     def _product(
-        self, name: str, form: Form, source: Tensor, target: Tensor, norm: str | None = None, **more: Tensor
+        self,
+        name: str,
+        form: Form,
+        source: Tensor,
+        target: Tensor,
+        outputs: int,
+        *,
+        inputs: int | None = None,
+        norm: str | None = None,
+        more: Mapping[str, Tensor] | None = None,
     ) -> list[int]:
-        t, inputs, outputs = self._tensors, source.shape[1], target.shape[1]
+        """`inputs`: as many as a row of x has, unless it is said."""
+        t, inputs = self._tensors, inputs or self.x.shape[1]
         matrix = t[f"{name}.weight"]
         units = -(-outputs // PANEL)
         return _stage(
             form=form,
             pieces=min(units, PIECES * self._threads if self._threads > 1 else 1),
             source=source,
+            source_apart=source.shape[1],
             target=target,
+            target_apart=target.shape[1],
             matrix=matrix,
             in_rows=matrix.dim() == 2,
             scales=t.get(f"{name}.weight{SCALE}", 0),
@@ -246,7 +274,7 @@ class Call:
             outputs=outputs,
             norm=t[f"{norm}.weight"] if norm else 0,
             norm_bias=t[f"{norm}.bias"] if norm else 0,
-            **more,
+            **(more or {}),
         )
 
 

@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.kernels.cpu import library
+from warpline.kernels.cpu.team import Team
 from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
@@ -35,40 +34,6 @@ from warpline.model.weights import Weights
 LEAST_PRICE, MOST_PRICE, TRIALS = 0.05, 0.9, 5
 #: By how much a draft has to be likelier than it costs: chances are estimates, and a token's choice takes time as well.
 MARGIN = 1.5
-
-
-class Team:
-    """Threads that run the same function at the same time, each with its number; the caller is number 0."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self._work: list[SimpleQueue[Callable[[int], Any] | None]] = [SimpleQueue() for _ in range(size - 1)]
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        for number, work in enumerate(self._work, 1):
-            threading.Thread(target=self._serve, args=(number, work), daemon=True).start()
-
-    def _serve(self, number: int, work: SimpleQueue[Callable[[int], Any] | None]) -> None:
-        while (task := work.get()) is not None:
-            try:
-                task(number)
-                self._ended.put(None)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller
-                self._ended.put(error)
-
-    def run(self, task: Callable[[int], Any]) -> Any:
-        """What number 0 returns, when all have ended."""
-        for work in self._work:
-            work.put(task)
-        result = task(0)
-        for error in [self._ended.get() for _ in self._work]:
-            if error is not None:
-                raise error
-        return result
-
-    def close(self) -> None:
-        """Let the threads go."""
-        for work in self._work:
-            work.put(None)
 
 
 class CpuExecutor(Executor):
