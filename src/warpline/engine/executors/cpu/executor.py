@@ -30,6 +30,8 @@ from warpline.kernels.cpu.team import Team
 from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
+#: Bytes of weights below which a model is small.
+SMALL = 100_000_000
 #: What a further row of a pass may be taken to cost, as a share of the pass with one; and how often that is measured.
 LEAST_PRICE, MOST_PRICE, TRIALS = 0.05, 0.9, 5
 #: By how much a draft has to be likelier than it costs: chances are estimates, and a token's choice takes time as well.
@@ -49,7 +51,10 @@ class CpuExecutor(Executor):
         if device.type != "cpu":
             raise DeviceError("the cpu executor runs on a CPU: use --device cpu, or another executor here")
         super().__init__(weights, device, dtype)
-        self.chunk, self.most_steps, self.crowd = 16, 32, 4  # what the host does, the team has to wait for
+        # What the host does, the team has to wait for. Steps of a small model take less than a millisecond, so that a
+        # stream of them can do with news every sixteen.
+        is_small = sum(tensor.nbytes for tensor in weights.tensors.values()) < SMALL
+        self.chunk, self.most_steps, self.crowd = 16, 32, 0 if is_small else 4
         self.threads = threads or hardware.threads()
         self._program = _program(weights.config, dtype)
         self._team = Team(self.threads)
