@@ -4,7 +4,7 @@ The work of a stage is cut into pieces that any thread may take. A stage has end
 waits for one that the system has put aside, unless that holds a piece; such a one finds nothing to do until it has
 caught up. So the number of pieces is the same in all steps of a call, whatever rows they have. Each output of a product
 is computed by one thread in one order, so results depend neither on which took it nor on how many threads there are,
-nor nor on the other rows. Of a few rows every thread does LayerNorm for itself, which saves a stage; many are prepared
+nor on the other rows. Of a few rows every thread does LayerNorm for itself, which saves a stage; many are prepared
 together.
 """
 
