@@ -69,6 +69,38 @@ def test_texts_are_the_same_in_any_company(dtype: str) -> None:
         each.close()
 
 
+@settings(deadline=None, max_examples=8)
+@given(
+    heads=st.integers(1, 3), head_size=st.sampled_from([4, 12, 16, 20, 40, 64, 72]), layers=st.integers(1, 2),
+    vocab=st.integers(33, 300), dtype=st.sampled_from(DTYPES), threads=st.integers(2, 5),
+    window=st.sampled_from([None, 7]), lengths=st.lists(st.integers(1, 150), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_models_of_any_shape_with_any_number_of_threads(
+    heads: int, head_size: int, layers: int, vocab: int, dtype: str, threads: int, window: int | None,
+    lengths: list[int], seed: int,
+) -> None:  # fmt: skip
+    """Tokens and log-probabilities, prompts cut anywhere; in float32 they are the torch executor's."""
+    shape = f"n_layer={layers},n_head={heads},n_embd={heads * head_size},n_positions=160,vocab_size={vocab}"
+    model = f"random:{shape},seed={seed}"
+    rng, params = random.Random(seed), SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=2)
+    prompts = [[rng.randrange(vocab) for _ in range(length)] for length in lengths]
+    one, many = (LLM(model, device="cpu", dtype=dtype, threads=count, window=window) for count in (1, threads))
+    many.engine.scheduler.prompt_tokens = rng.randint(1, 200)
+    expected = [seen(one.generate(prompt, params)[0]) for prompt in prompts]
+    assert [seen(found) for found in many.generate(prompts, params)] == expected
+    if dtype == "fp32":
+        torchs = LLM(model, device="cpu", executor="torch", window=window).generate(prompts, params)
+        for (_, _, _, ours), theirs in zip(expected, torchs, strict=True):
+            assert theirs.logprobs is not None
+            for (token, logprob, _), its in zip(ours, theirs.logprobs, strict=True):  # type: ignore[call-overload]
+                assert logprob == pytest.approx(its.logprob, abs=1e-4)
+                if token != its.token_id:
+                    break  # a tie
+    for llm in (one, many):
+        llm.close()
+
+
 def multiplied(kind: Kind, weights: Tensor, x: Tensor, **more: Any) -> Tensor:
     """All products of rows, by the functions that decoding is made of. `more`: bias, scales, what y is before."""
     dtype, form = kind

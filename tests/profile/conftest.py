@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import SMALL
+from warpline.bench.methods.base import Moments
 from warpline.config import ModelConfig
+from warpline.kernels.persistent import LAYER_STAMPS, TOKEN_STAMPS
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Phase, Session, SpanRow, Work
 
 GPT2 = ModelConfig()
+#: Of the persistent kernel.
+PERSISTENT = Moments((), LAYER_STAMPS, TOKEN_STAMPS)
 
 #: µs per layer and per step of a made-up GPU, computing alone.
 BLOCK: dict[ModulePath, float] = {

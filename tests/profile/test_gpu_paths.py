@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL
+from tests.profile.conftest import PERSISTENT
 from warpline.bench import methods
 from warpline.bench.methods.ours import OnPersistent
 from warpline.engine import executors
@@ -61,7 +62,7 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
-    config, count = read_config(SMALL), len(stamps.stages(3))
+    config, count = read_config(SMALL), len(stamps.stages(3, PERSISTENT))
     asked: list[tuple[int, int]] = []
 
     class Stamping(PersistentExecutor):
@@ -83,6 +84,9 @@ def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
         def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:
             pass
 
+        def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
+            return True
+
         def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
             time.sleep(0.02)  # does not count
 
@@ -100,6 +104,7 @@ def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found.us) == stamps.RUNS
     phase = stamps.decode_phase(found, 3, 6, 1000.0, Work(1, 4, 1, naive=False))
     assert phase.step_us == pytest.approx(1000, rel=0.5)
+    assert phase.work.screened
     root = tree.build(phase)
     assert root.us == pytest.approx(phase.step_us, rel=0.02)
     attention = root.find(BLOCKS, "attention", "KV cache + fused attention")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.profile.conftest import BLOCK, GPT2, MODEL, made_up
+from tests.profile.conftest import BLOCK, GPT2, MODEL, PERSISTENT, made_up
 from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model.parameters import STEPS
@@ -247,7 +247,7 @@ def test_short_kernels_cost_what_they_take_beyond_their_share_of_the_roof() -> N
 
 def persistent(gathered: float, multiplied: float) -> Session:
     """One launch whose stages take as long as that."""
-    modules = stamps.stages(LAYERS)
+    modules = stamps.stages(LAYERS, PERSISTENT)
     each = [(gathered if classify(stamps.kernel_name(path)) == "exchange" else multiplied,) * 3 for path in modules]
     step = sum(mean for mean, _, _ in each)
     work = Work(1, 128, 1, naive=False)

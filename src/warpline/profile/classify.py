@@ -16,7 +16,7 @@ CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "exchange"
 #: Our own by what their time goes to, whatever else they do.
 _OURS = {
     # "gathered", "multiplied", "computed" are stages of the persistent kernel
-    "exchange": r"gathered(?!, computed)|agreed on",
+    "exchange": r"gathered(?!, computed)|agreed on|awaited",
     "GEMM": r"matvec|matmul|head_argmax|products|multiplied|cpu_decode|cpu_prefill",
     "attention": r"attention|computed",
     "reduction": r"layernorm|softmax|sample|row_statistics",

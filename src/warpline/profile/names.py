@@ -118,10 +118,11 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
     return fused(layer if steps[-1].scope != "model" else None, *steps)
 
 
-# --- stamps of the persistent kernel ----------------------------------------------------------------------------------
+# --- clocks of the persistent kernel and of the cpu executor ----------------------------------------------------------
 
 #: A stage that gathers rows stands with the product that follows, whose weights arrive in the meantime.
 _STAGES: dict[str, tuple[p.Step, ...]] = {
+    "embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "ln_1": (p.LN_1, p.QKV_PROJECTION),
     "qkv": (p.LN_1, p.QKV_PROJECTION),
     "attention": (p.KV_CACHE, p.FUSED_ATTENTION),
@@ -135,7 +136,7 @@ _STAGES: dict[str, tuple[p.Step, ...]] = {
 
 
 def stamp_path(stamp: str, layer: int | None) -> ModulePath:
-    """Where the time before a stamp of the persistent kernel belongs: "out: heads gathered" in layer 3 is
+    """Where the time before a clock was read belongs: "out: heads gathered" in layer 3 is
     h.3 / attention / output projection + residual 1 / heads gathered."""
     stage, _, doing = stamp.partition(": ")
     steps = _STAGES.get(stage)

@@ -20,7 +20,7 @@ PHASES = ("prefill", "decode")
 SOURCES = {
     "kineto": "torch.profiler: modules by spans, kernels and launches by their correlation",
     "events": "CUDA events around every module, because CUPTI is not available: no single kernels",
-    "stamps": "clocks read inside the persistent kernel, scaled to the time of its launch",
+    "stamps": "clocks read by the blocks of a kernel or the threads of a CPU, scaled to the time of their launch",
 }
 #: Tracks of a timeline: on a GPU a step is when its kernels run, which may be long after the host asked for them.
 TRACKS = ("step", "module", "host", "gpu")
@@ -85,6 +85,7 @@ class Work:
     past: int
     logits: int
     naive: bool
+    screened: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +176,7 @@ class Session:
             past=work.past,
             logits=work.logits,
             naive=work.naive,
+            screened=work.screened,
         )
 
 

@@ -1,28 +1,29 @@
-"""The persistent kernel's own clocks: one launch decodes many tokens, so nothing outside can see its stages. A program
-compiled with stamps writes its clock at the end of every stage of every layer, block by block."""
+"""Clocks of code that decodes many tokens in one launch or call, so that nothing outside can see its stages: the
+persistent kernel's blocks and the threads of the cpu executor write theirs at the end of every stage of every layer."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from warpline.kernels.persistent import LAYER_STAMPS, TOKEN_STAMPS
 from warpline.profile.names import stamp_path
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Phase, SpanRow, Work
 
 if TYPE_CHECKING:
-    from warpline.bench.methods.base import Stamped
+    from warpline.bench.methods.base import Moments, Stamped
 
 ENTRY = "warpline_decode"
 #: Launches that are timed.
 RUNS = 5
 
 
-def stages(layers: int) -> list[ModulePath]:
-    """The modules of a token's stamps, in order."""
-    found = [stamp_path(stamp, layer) for layer in range(layers) for stamp in LAYER_STAMPS]
-    return found + [stamp_path(stamp, None) for stamp in TOKEN_STAMPS]
+def stages(layers: int, moments: Moments) -> list[ModulePath]:
+    """The modules of a token's moments, in order."""
+    found = [stamp_path(moment, layer) for layer in range(layers) for moment in moments.layer]
+    first, last = ([stamp_path(moment, None) for moment in some] for some in (moments.first, moments.last))
+    return first + found + last
 
 
 def kernel_name(path: ModulePath) -> str:
@@ -47,10 +48,10 @@ def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) ->
 
 
 def decode_phase(stamped: Stamped, layers: int, steps: int, plain_us: float, work: Work) -> Phase:
-    """What the clocks of a stamped program say, in the time that its launches took."""
-    modules, clocks = stages(layers), stamped.clocks.tolist()
+    """What the clocks say, in the time that launches took."""
+    modules, clocks = stages(layers, stamped.moments), stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
-    return stamped_phase(modules, each, steps, stamped.us, plain_us, work)
+    return stamped_phase(modules, each, steps, stamped.us, plain_us, replace(work, screened=stamped.screened))
 
 
 def stamped_phase(

@@ -197,14 +197,15 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
 
 
 def _exchanges(session: Session, phase: Phase) -> Iterator[Finding]:
-    """Stages of one launch in which blocks wait for what others have computed. Weights go on arriving meanwhile, so a
-    step without exchanges still takes what the memory needs."""
+    """Stages of one launch in which blocks, or threads, wait for what others have computed. Weights go on arriving
+    meanwhile, so a step without exchanges still takes what the memory needs."""
     count = sum(row.calls for row in _exchange_rows(phase))
     spent = sum(row.us for row in _exchange_rows(phase)) * _unrecorded(phase)
+    who = "threads of the cpu executor" if session.kind == "cpu" else "blocks of the persistent kernel"
     if count:
         yield Finding(
             "exchanges",
-            f"{count:,.0f} times a step the blocks of the persistent kernel hand their results to each other, and wait "
+            f"{count:,.0f} times a step the {who} hand their results to each other, and wait "
             f"{spent:,.0f} µs for them ({100 * spent / phase.free_us:.0f} %).",
             "Fewer exchanges help, and more sequences to a step, which share them.",
             min(spent, phase.free_us - whole(session, phase).roof_us),

@@ -68,11 +68,21 @@ class Watcher(Protocol):
         """Around all that a step does, where nothing smaller can be seen."""
 
 
+class Moments(NamedTuple):
+    """What a step's clocks are written behind: at its begin, in each layer, at its end."""
+
+    first: tuple[str, ...]
+    layer: tuple[str, ...]
+    last: tuple[str, ...]
+
+
 class Stamped(NamedTuple):
     """Launches of many tokens, seen from inside."""
 
-    us: list[float]  # of each launch, per token, on the GPU's clock
-    clocks: Tensor  # [blocks, tokens * stages], of the last
+    us: list[float]  # of each launch, per token
+    clocks: Tensor  # [blocks or threads, tokens * moments], of the last
+    moments: Moments
+    screened: bool  # whether codes of the LM head were read instead of the head
 
 
 class Counts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Counts, Method, Stamped, Watcher
+from warpline.bench.methods.base import COMPILE_SECONDS, Counts, Method, Moments, Stamped, Watcher
 from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
 from warpline.config import SamplingParams
@@ -292,6 +293,24 @@ class OnCpu(OnExecutor):
         with self._executor.trace(mark):
             yield
 
+    def stamped(self, prompts: Sequence[np.ndarray], tokens: int, runs: int) -> Stamped:
+        """Each call by the host's clock."""
+        from warpline.engine.executors.cpu.executor import CpuExecutor
+        from warpline.kernels.cpu import words
+
+        assert isinstance(self._executor, CpuExecutor)
+        us = []
+        for _ in range(1 + runs):  # the first warms up
+            slots, lanes = self._prompted(prompts, 1 + tokens)
+            with self._executor.stamped(slots, tokens) as clocks:
+                begun = time.perf_counter()
+                self._executor.decode(slots, lanes, tokens)
+                us.append(1e6 * (time.perf_counter() - begun) / tokens)
+            screened = self._executor.screens(slots, lanes)
+            self._release(slots, lanes)
+        moments = Moments(words.FIRST_MOMENTS, words.LAYER_MOMENTS, words.LAST_MOMENTS)
+        return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened)
+
 
 class OnCpuInt8(OnCpu):
     """The same with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
@@ -332,6 +351,7 @@ class OnPersistent(OnExecutor):
     def stamped(self, prompts: Sequence[np.ndarray], tokens: int, runs: int) -> Stamped:
         """Each launch between two events of the GPU: what the host does in the meantime is not counted."""
         from warpline.engine.executors.persistent.executor import PersistentExecutor
+        from warpline.kernels.persistent import LAYER_STAMPS, TOKEN_STAMPS
 
         assert isinstance(self._executor, PersistentExecutor)
         launches = []
@@ -343,10 +363,12 @@ class OnPersistent(OnExecutor):
                 self._executor.decode(slots, lanes, tokens)
                 end.record()
                 slots.report(lanes, 1 + tokens).wait()
+                screened = self._executor.screens(slots, lanes)
                 self._release(slots, lanes)
                 launches.append((begin, end))
             seen = clocks.cpu()
-        return Stamped([1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]], seen)
+        us = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]]
+        return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened)
 
 
 def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> Iterator[list[Span]]:

@@ -18,7 +18,7 @@ from numba import njit
 
 from warpline.kernels.cpu.arithmetic import ACTIVATIONS, normalise
 from warpline.kernels.cpu.attention import attend_of
-from warpline.kernels.cpu.intrinsics import INNER, added, array, load, matrix, seen, store
+from warpline.kernels.cpu.intrinsics import INNER, added, array, clock, load, matrix, seen, store
 from warpline.kernels.cpu.lanes import (
     FLAG,
     SINGLE,
@@ -253,7 +253,18 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         return room, each, end
 
     @njit(**INNER)
-    def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int) -> None:
+    def note(at: np.ndarray, me: int) -> None:
+        """Write this thread's clock, if somebody wants it: the first word of its room counts moments."""
+        if at[Word.CLOCKS.value] != 0:
+            count = at[Word.MOMENTS.value]
+            # Behind the counter; two words more are the clock's.
+            room = array(at[Word.CLOCKS.value] + 8 * me * (count + 3), WHOLE, count + 3)
+            if room[0] < count:
+                room[1 + room[0]] = clock(at[Word.CLOCKS.value] + 8 * (me * (count + 3) + count + 1))
+                room[0] += 1
+
+    @njit(**INNER)
+    def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int, me: int) -> None:
         """The pieces of a stage that no other thread takes."""
         x, x_apart, room, is_ready = 0, 0, private, False
         piece = taken(at, end)
@@ -267,7 +278,9 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                 product(at, stage, piece - base, x, x_apart, room)
             finished(at, end)
             piece = taken(at, end)
+        note(at, me)
         wait(at, end)
+        note(at, me)
 
     @njit(**INNER)
     def choose_next(at: np.ndarray, head: np.ndarray, lane: int, step: int, private: int) -> None:
@@ -330,7 +343,9 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                     embed(at, piece - base)
                     finished(at, base + lanes)
                     piece = taken(at, base + lanes)
+                note(at, me)
                 wait(at, base + lanes)
+                note(at, me)
                 base += lanes
             for stage_number in range(at[Word.FIRST.value], at[Word.LAST.value]):
                 stage = stages[stage_number]
@@ -343,7 +358,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                         base += at[Word.PREPARING.value]
                     by_outputs, by_rows = cut(at, stage)
                     pieces = by_outputs * by_rows
-                staged(at, stage, base, base + pieces, private)
+                staged(at, stage, base, base + pieces, private, me)
                 base += pieces
             steps = step + 1
             if at[Word.CHOOSES.value] != 0:
@@ -356,7 +371,9 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                         lay_out(at)  # all lanes have their drafts, and nobody goes on before this piece has ended
                     finished(at, base + lanes)
                     piece = taken(at, base + lanes)
+                note(at, me)
                 wait(at, base + lanes)
+                note(at, me)
                 base += lanes
         if me == 0:
             at[Word.PASSES.value] = steps

@@ -88,6 +88,9 @@ class Word(_Places):
     LOGPROB = auto()  # or 0 if none does
     TOP_LOGPROB = auto()
     TOP_TOKEN = auto()
+    # of a profile, or 0: clocks of each thread, a moment behind the other, and how many of each there is room for
+    CLOCKS = auto()
+    MOMENTS = auto()
     # of words that the threads share
     NEXT = auto()  # piece that is not taken yet
     ENDED = auto()  # pieces
@@ -101,6 +104,22 @@ class Word(_Places):
 #: Words of a slot's record, under the names that `Slots` has for them.
 RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.BROKEN)
 SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.LEFT, Word.STOP, Word.HALT)
+
+
+def _moments(*stages: str) -> tuple[str, ...]:
+    return tuple(moment for stage in stages for moment in (stage, f"{stage.partition(':')[0]}: others awaited"))
+
+
+#: Moments of a step at which threads write their clocks: at its begin, of each layer, at its end.
+FIRST_MOMENTS = _moments("embedding: embeddings looked up")
+LAYER_MOMENTS = _moments(
+    "qkv: normalised, multiplied",
+    "attention: computed",
+    "out: multiplied",
+    "fc: normalised, multiplied",
+    "proj: multiplied",
+)
+LAST_MOMENTS = _moments("head: normalised, multiplied", "token: sampled")
 
 
 class Begin(_Places):

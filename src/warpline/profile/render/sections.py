@@ -155,9 +155,8 @@ def roofline(session: Session, phase: Phase) -> Section:
     titles = ("module", "µs busy", "waiting", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "bound by", "% of roof")
     text = f"Roofs measured here: {limits.read_gb_s:,.0f} GB/s, {limits.tflop_s:,.2f} TFLOP/s."
     if any(point.share > 1 for point in points(session, phase)):
-        text += (
-            " Above 100 %: what is read was still in a cache, or is read better than by torch, whose rate is the roof."
-        )
+        better = "" if session.kind == "cpu" else ", or is read better than by torch, whose rate is the roof"
+        text += f" Above 100 %: what is read was still in a cache{better}."
     return Section("Roofline", titles, tuple(rows), text)
 
 

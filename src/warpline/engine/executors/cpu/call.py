@@ -175,6 +175,14 @@ class Call:
         self._tell_logprobs(slots, lanes)
         return self._told(lanes, Begin.READY, self._stages + first, self._stages, 1, len(lanes), True, screens)
 
+    def stamp(self, moments: int) -> np.ndarray | None:
+        """Have the threads write their clocks at so many moments of every call from now on; 0 ends that. A row for each
+        thread: how many it has written, the clocks, and room of its own."""
+        clocks = np.zeros((self._threads, moments + 3), np.int64) if moments else None
+        self._clocks = clocks
+        self._words[Word.CLOCKS], self._words[Word.MOMENTS] = _word(0 if clocks is None else clocks), moments
+        return clocks
+
     def counted(self) -> Drafted:
         """What came of drafts since the last time, and steps of the last call."""
         found = self._counted.sum(axis=0).tolist()

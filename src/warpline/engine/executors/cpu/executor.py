@@ -6,7 +6,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.kernels.cpu import library
 from warpline.kernels.cpu.team import Team
+from warpline.kernels.cpu.words import FIRST_MOMENTS, LAST_MOMENTS, LAYER_MOMENTS
 from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
@@ -154,6 +156,19 @@ class CpuExecutor(Executor):
         with torch.inference_mode():
             advance(slots, lanes, logits)
         return {"logits": logits}
+
+    @contextmanager
+    def stamped(self, slots: Slots, steps: int) -> Iterator[np.ndarray]:
+        """While this is open, threads write their clocks at the moments of the first so many steps: [thread, moment],
+        as they are when it ends."""
+        call = self._call(slots)
+        moments = len(FIRST_MOMENTS) + len(LAYER_MOMENTS) * self.config.n_layer + len(LAST_MOMENTS)
+        clocks = call.stamp(steps * moments)
+        assert clocks is not None
+        try:
+            yield clocks[:, 1:-2]
+        finally:
+            call.stamp(0)
 
     def _run(self, told: Callable[[], int]) -> None:
         """Have the team do what it is told, at the address that `told` gives: it meets for one thing at a time."""
