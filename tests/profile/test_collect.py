@@ -15,12 +15,11 @@ from tests.conftest import SMALL
 from tests.profile.conftest import PERSISTENT
 from warpline.bench import methods
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.ours import CPU_CALL, OnCpu
 from warpline.bench.methods.static_kv import StaticKVCompiled
 from warpline.engine.executors.graph import schedule
 from warpline.engine.executors.graph.schedule import End, PassRules, decode_step
 from warpline.errors import ConfigError
-from warpline.model import cost, observe
+from warpline.model import observe
 from warpline.model.weights import load
 from warpline.profile import collect as recording
 from warpline.profile import stamps, tree
@@ -30,9 +29,7 @@ from warpline.profile.events import aggregate
 from warpline.profile.instruments import placed, reason_against, sequencer_of, watched
 from warpline.profile.names import BLOCKS, op_path
 from warpline.profile.order import by_products
-from warpline.profile.roofline import points
 from warpline.profile.session import Session, Work
-from warpline.profile.verdict import verdict
 
 CPU = torch.device("cpu")
 
@@ -112,42 +109,6 @@ def test_loops_of_compiled_code_are_seen() -> None:
     root = tree.build(phase)
     assert root.us == pytest.approx(phase.step_us, rel=0.02)
     assert root.find(BLOCKS, "MLP", "projection") is not None
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu-int8", "int8")])
-def test_the_cpu_executor_shows_its_stages(name: str, dtype: str) -> None:
-    """By the clocks of its threads; a pass over a prompt is one call. Weights in int8 have the bytes of int8."""
-    session = collect(wish(name, dtype=dtype))
-    assert (session.method, session.dtype) == (name, dtype)
-    for phase in session.phases:
-        assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
-        assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
-    prefill, decode = session.phase("prefill"), session.phase("decode")
-    assert [row.calls for row in prefill.kernels if row.name == CPU_CALL.format("prefill")] == [1]
-    assert (decode.source, decode.steps, decode.work.screened) == ("stamps", 4, dtype == "fp32")
-    layers = session.config.n_layer
-    assert len(decode.kernels) == 2 * (1 + 5 * layers + 2)
-    awaited = [row for row in decode.kernels if row.name.endswith("others awaited")]
-    assert len(awaited) == 1 + 5 * layers + 2
-    assert 0 < sum(row.us for row in awaited) < 0.9 * decode.busy_us
-    for module in ("ln_1 + QKV projection", "KV cache + fused attention", "output projection + residual 1"):
-        assert tree.build(decode).find(BLOCKS, "attention", module) is not None
-    assert sum(point.bytes for point in points(session, decode)) >= cost.total_bytes(session.workload(decode))
-    assert verdict(session, decode)
-
-
-def test_steps_that_are_not_stamped_cost_nothing_more() -> None:
-    """Behind a profile the executor writes no clocks; in one, threads' clocks run forward."""
-    method = OnCpu(load(SMALL), wish("cpu").case, CPU)
-    given = method.given(torch.zeros(1, 12, dtype=torch.int64))
-    found = method.stamped(given, 5, 2)
-    assert len(found.us) == 2
-    assert bool((found.clocks > 0).all())
-    assert bool((found.clocks.diff(dim=1) >= 0).all())
-    before = found.clocks.clone()
-    method.generate(given, 4)
-    assert found.clocks.equal(before)
-    method.close()
 
 
 @pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv", "cpu", "kernels"])
