@@ -52,7 +52,7 @@ def test_several_methods_in_one_process(run: Run, tmp_path: Path) -> None:
     assert out.count("Verdict") == 2
     found = read(kept["cpu-int8"])
     assert found.dtype == "int8"
-    assert [row.path for row in found.phase("decode").spans if row.path] == [("whole model",)]
+    assert {row.path[-1] for row in found.phase("decode").spans} >= {"sampled", "computed", "others awaited"}
     kept["torch"].write_text("{}")
     code, _, err = run(*words)
     assert "replaces a session that cannot be opened any more" in err

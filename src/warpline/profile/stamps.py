@@ -51,7 +51,8 @@ def decode_phase(stamped: Stamped, layers: int, steps: int, plain_us: float, wor
     """What the clocks say, in the time that launches took."""
     modules, clocks = stages(layers, stamped.moments), stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
-    return stamped_phase(modules, each, steps, stamped.us, plain_us, replace(work, screened=stamped.screened))
+    work = replace(work, screened=stamped.screened)
+    return stamped_phase(modules, each, steps, stamped.us, plain_us, work, track="gpu" if stamped.on_gpu else "host")
 
 
 def stamped_phase(
@@ -61,13 +62,14 @@ def stamped_phase(
     runs: Sequence[float],
     plain_us: float,
     work: Work,
+    track: str = "gpu",
 ) -> Phase:
     """A phase of stages: they follow one another without gaps, in one kernel, whose rows say which stage they are. Some
     launches took `runs` µs per token."""
     spans = tuple(SpanRow(path, mean, 0.0) for path, (mean, _, _) in zip(modules, each, strict=True))
     moments, at = [Moment("step", "step 1", (), 0.0, sum(mean for mean, _, _ in each))], 0.0
     for path, (mean, _, _) in zip(modules, each, strict=True):
-        moments.append(Moment("gpu", kernel_name(path), path, at, mean))
+        moments.append(Moment(track, kernel_name(path), path, at, mean))
         at += mean
     launch = 1 / (steps + 1)
     return Phase(

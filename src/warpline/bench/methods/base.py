@@ -83,6 +83,7 @@ class Stamped(NamedTuple):
     clocks: Tensor  # [blocks or threads, tokens * moments], of the last
     moments: Moments
     screened: bool  # whether codes of the LM head were read instead of the head
+    on_gpu: bool
 
 
 class Counts(NamedTuple):

@@ -309,7 +309,7 @@ class OnCpu(OnExecutor):
             screened = self._executor.screens(slots, lanes)
             self._release(slots, lanes)
         moments = Moments(words.FIRST_MOMENTS, words.LAYER_MOMENTS, words.LAST_MOMENTS)
-        return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened)
+        return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened, False)
 
 
 class OnCpuInt8(OnCpu):
@@ -368,7 +368,7 @@ class OnPersistent(OnExecutor):
                 launches.append((begin, end))
             seen = clocks.cpu()
         us = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]]
-        return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened)
+        return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened, True)
 
 
 def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> Iterator[list[Span]]:
