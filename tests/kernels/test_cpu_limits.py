@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import pytest
 import torch
 
 from warpline.kernels.cpu import limits
@@ -26,9 +25,8 @@ def test_memory() -> None:
     assert 0.7 * torchs < limits.read_gb_s(256) < 5000  # neighbours take a share that changes from second to second
 
 
-@pytest.mark.parametrize("megabytes", [1, 7])
-def test_what_a_cache_holds_is_read_faster(megabytes: int) -> None:
-    assert limits.read_gb_s(megabytes) > 1
+def test_what_a_cache_holds_is_read_faster() -> None:
+    assert limits.read_gb_s(1) > 1.2 * limits.read_gb_s(256)
 
 
 def test_products() -> None:

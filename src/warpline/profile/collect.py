@@ -189,8 +189,8 @@ class _Recorder:
         if plain is None:
             self.notes.append(NOISE.format(name))
         if name == "decode" and (stamped := self.method.stamped(self.given, steps + 1, stamps.RUNS)) is not None:
-            layers = self.method.weights.config.n_layer
-            return stamps.decode_phase(stamped, layers, steps, plain or statistics.median(stamped.us), self._work(name))
+            layers, track = self.method.weights.config.n_layer, "gpu" if self._on_gpu else "host"
+            return stamps.decode_phase(stamped, layers, steps, plain, self._work(name), track=track)
         source = "kineto"
         try:
             found = self._recorded(name, _kineto)

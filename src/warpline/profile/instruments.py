@@ -14,7 +14,7 @@ from functools import partial
 from warpline.bench.methods.base import Method
 from warpline.model.parameters import Step
 from warpline.profile.events import Sequencer
-from warpline.profile.names import WHOLE, hf_path, op_path, path_of
+from warpline.profile.names import hf_path, op_path, path_of
 from warpline.profile.order import begins_product, by_products
 from warpline.profile.session import ModulePath
 
@@ -53,9 +53,6 @@ class _Placed:
     def module(self, name: str) -> Callable[[], AbstractContextManager[object]] | None:
         path = hf_path(name)
         return None if path is None else partial(self.span, path)
-
-    def whole(self) -> AbstractContextManager[object]:
-        return self.span((WHOLE,))
 
 
 def watched(method: Method, mark: Mark, span: Span) -> AbstractContextManager[object]:

@@ -47,12 +47,14 @@ def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) ->
     return [(scale * sum(s) / len(s), scale * min(s), scale * max(s)) for s in cycles]
 
 
-def decode_phase(stamped: Stamped, layers: int, steps: int, plain_us: float, work: Work) -> Phase:
-    """What the clocks say, in the time that launches took."""
+def decode_phase(
+    stamped: Stamped, layers: int, steps: int, plain_us: float | None, work: Work, *, track: str = "gpu"
+) -> Phase:
+    """What the clocks say, in the time that launches took; `plain_us` is what a step takes when nobody looks."""
     modules, clocks = stages(layers, stamped.moments), stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
     work = replace(work, screened=stamped.screened)
-    return stamped_phase(modules, each, steps, stamped.us, plain_us, work, track="gpu" if stamped.on_gpu else "host")
+    return stamped_phase(modules, each, steps, stamped.us, plain_us or statistics.median(stamped.us), work, track=track)
 
 
 def stamped_phase(

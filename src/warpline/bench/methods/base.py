@@ -64,9 +64,6 @@ class Watcher(Protocol):
     def module(self, name: str) -> Callable[[], AbstractContextManager[object]] | None:
         """What to enter around a module that transformers calls so; None where it has no place of its own."""
 
-    def whole(self) -> AbstractContextManager[object]:
-        """Around all that a step does, where nothing smaller can be seen."""
-
 
 class Moments(NamedTuple):
     """What a step's clocks are written behind: at its begin, in each layer, at its end."""
@@ -83,7 +80,6 @@ class Stamped(NamedTuple):
     clocks: Tensor  # [blocks or threads, tokens * moments], of the last
     moments: Moments
     screened: bool  # whether codes of the LM head were read instead of the head
-    on_gpu: bool
 
 
 class Counts(NamedTuple):

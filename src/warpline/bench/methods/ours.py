@@ -279,15 +279,13 @@ class OnCpu(OnExecutor):
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
-        """Of compiled code nothing is seen but that it runs: each step has a name among torch's operators, and a decode
-        step is the whole model."""
+        """Of compiled code nothing is seen from outside but that it runs: each step has a name among torch's
+        operators."""
 
         def mark(phase: str) -> None:
             self._seen.close()
             if phase == "decode" or self._pass == 0:
                 watcher.step()
-            if phase == "decode":
-                self._seen.enter_context(watcher.whole())
             self._seen.enter_context(record_function(CPU_CALL.format(phase)))
 
         with self._executor.trace(mark):
@@ -309,7 +307,7 @@ class OnCpu(OnExecutor):
             screened = self._executor.screens(slots, lanes)
             self._release(slots, lanes)
         moments = Moments(words.FIRST_MOMENTS, words.LAYER_MOMENTS, words.LAST_MOMENTS)
-        return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened, False)
+        return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened)
 
 
 class OnCpuInt8(OnCpu):
@@ -368,7 +366,7 @@ class OnPersistent(OnExecutor):
                 launches.append((begin, end))
             seen = clocks.cpu()
         us = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]]
-        return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened, True)
+        return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened)
 
 
 def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> Iterator[list[Span]]:

@@ -30,7 +30,7 @@ ONE_COPY = ("normalise", "mass_above", "sum_of_exp")
 
 def lowered(stored: str, cached: str, activation: str) -> str:
     """LLVM's language, not optimised."""
-    function = program(SEEN[stored], SEEN[cached], activation, wide="+avx512f" in machine.features())
+    function = program(SEEN[stored], SEEN[cached], activation, wide=machine.is_wide())
     made = cfunc(types.void(types.int64, types.int64), error_model="numpy", _nrt=False)(function)
     return str(made.inspect_llvm()).replace(made.native_name, ENTRY)
 

@@ -50,7 +50,7 @@ def product_tflop_s(dtype: str, repeats: int = 20) -> float:
     """Of float32, or of the 16-bit numbers that rows of x are for int8 codes, with nothing read from memory."""
     function, count = _multiplier(dtype == "int8"), hardware.threads()
     pairs = 2 if dtype == "int8" else 1
-    work = 2 * LANES * pairs * _SUMS[_is_wide()] * _TURNS
+    work = 2 * LANES * pairs * _SUMS[machine.is_wide()] * _TURNS
     rooms = [_room() for _ in range(count)]
     team = Team(count)
     best = max(count * work / _seconds(team, function, rooms) / 1e12 for _ in range(repeats))
@@ -89,10 +89,6 @@ def _seconds(team: Team, function: Callable[[int, int], None], rooms: list[np.nd
     return time.perf_counter() - begun
 
 
-def _is_wide() -> bool:
-    return "+avx512f" in machine.features()
-
-
 @functools.cache
 def _reader(ahead: int) -> Callable[[int, int], None]:
     """Reads memory: told its address, bytes and passes."""
@@ -125,7 +121,7 @@ def _multiplier(integers: bool) -> Callable[[int, int], None]:
 
     def make(builder: Any, words: Any) -> None:
         kind = _PAIRS if integers else _FLOATS
-        sums = [builder.alloca(_INTEGERS if integers else _FLOATS) for _ in range(_SUMS[_is_wide()])]
+        sums = [builder.alloca(_INTEGERS if integers else _FLOATS) for _ in range(_SUMS[machine.is_wide()])]
         for total in sums:
             builder.store(ir.Constant(total.type.pointee, None), total)
         fused = ir.Function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{LANES}f32")

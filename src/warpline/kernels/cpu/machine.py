@@ -34,6 +34,11 @@ def features() -> str:
     return _host()[2]
 
 
+def is_wide() -> bool:
+    """Whether its vectors have 64 bytes."""
+    return "+avx512f" in features()
+
+
 def target() -> Any:
     """LLVM's description of it."""
     triple, cpu, features = _host()

@@ -36,7 +36,7 @@ class Team:
     def run(self, task: Callable[[int], Any]) -> Any:
         """What number 0 returns, when all have ended."""
         allowed, here = hardware.allowed_cpus(), hardware.current_cpu()
-        is_held = 1 < self.size <= len(allowed) and hardware.restrict_to({here})
+        is_held = here in allowed and 1 < self.size <= len(allowed) and hardware.restrict_to({here})
         self._allowed, self._taken = allowed if is_held else set(), {here}
         try:
             for work in self._work:
