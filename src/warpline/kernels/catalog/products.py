@@ -77,21 +77,33 @@ def on_tensor_cores(dims: Dims, dtype: str) -> bool:
     return dims["rows"] > 1 and dtype != "fp32" and dims["inputs"] % 8 == 0
 
 
-def _matvec_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-    """Few outputs are shared by several warps, so that there are enough of them to fill a GPU."""
-    rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
+def _matvec_defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
+    """What sweeps on an H200 found best in a chain of overlapping launches, put into rules."""
 
-    def sharers(wanted: int, least: int) -> int:
-        """Until there are `wanted` outputs times sharers, or fewer than `least` inputs for each of them."""
-        return next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
+    def defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
+        rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
 
-    if on_tensor_cores(dims, dtype):
-        n = sharers(65536, 256)
-        # Everything at once where it fits into a warp's registers.
-        return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
-    if rows > 4:
-        return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
-    return {"warps": 8, "sharers": sharers(2048, 512), "outputs_each": 2 if rows > 2 else 1, "unroll": 4}
+        def sharers(wanted: int, least: int) -> int:
+            """Until there are `wanted` outputs times sharers, or fewer than `least` inputs for each of them."""
+            return next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
+
+        if on_tensor_cores(dims, dtype):
+            if not norm and max(outputs, inputs) <= 1024:
+                return {"warps": 8, "sharers": 8, "outputs_each": 16, "unroll": 2}
+            n = sharers(65536, 256)
+            # Everything at once where it fits into a warp's registers.
+            return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
+        if rows > 4:
+            return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
+        if rows == 1 and norm and outputs <= 4096:  # few blocks, since each normalises x for itself
+            return {"warps": 8, "sharers": 4 if dtype == "fp32" else 1, "outputs_each": 4, "unroll": 4}
+        if rows == 1 and not norm and dtype != "fp32":
+            if outputs < 1024 and inputs >= 2048:
+                return {"warps": 8, "sharers": 4, "outputs_each": 1, "unroll": 2}
+            return {"warps": 4, "sharers": 1, "outputs_each": 1, "unroll": 8}
+        return {"warps": 8, "sharers": sharers(2048, 512), "outputs_each": 2 if rows > 2 else 1, "unroll": 4}
+
+    return defaults
 
 
 def matvec_allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
@@ -146,7 +158,7 @@ def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, 
         options=(int(gelu),),
         tunables=_MATVEC_TUNABLES,
         allows=matvec_allows,
-        default=_matvec_defaults,
+        default=_matvec_defaults(norm),
         launch=_matvec_launch(norm),
         flops=product_flops,
         reference=_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),

@@ -95,6 +95,7 @@ APPEND_TOKEN = KernelSpec(
     name="append_token",
     summary="the end of a step: tokens, lengths, and which sequences are done",
     header="ops/append_token.cuh",
+    awaits=True,
     arguments=(
         reads("token", "rows", index_into("vocab")),
         reads("logit", "rows"),

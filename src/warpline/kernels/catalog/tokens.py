@@ -156,6 +156,7 @@ SAMPLE = KernelSpec(
     name="sample",
     summary="the next token: penalties, biases, temperature, top-k, top-p, min-p and a reproducible draw",
     header="ops/sample.cuh",
+    awaits=True,
     arguments=(
         reads("logits", "rows vocab"),
         reads("tokens", "slots capacity", index_into("vocab"), touched="rows capacity"),

@@ -161,6 +161,9 @@ __device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at
 #endif
 }
 
+// Brings a line to L2, for a load that comes later.
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // A policy under which L2 keeps lines while a stream passes through it that is larger than itself.
 __device__ __forceinline__ unsigned long long keeping() {
     unsigned long long policy = 0;

@@ -3,8 +3,10 @@
 // A thread per lane. `token` is what was chosen, `logit` its score, which is no number if the model's are none. While a
 // sequence is shorter than `known`, the token that stands there already is taken. A sequence that is done stays as it is.
 // Where `biased`, a token is lowered by `frequency` each time that it is appended, by `presence` as well the first time.
+// What is known of a slot is read before the launches ahead have ended: where launches overlap, none of those may write it.
 #pragma once
 #include "common.cuh"
+#include "ptx.cuh"
 
 namespace warpline {
 
@@ -20,16 +22,18 @@ __device__ __forceinline__ void append_token(const long long* token, const T* lo
                                              long long* tokens, long long* length, bool* done, bool* broken, float* bias,
                                              int* counts, int rows, int capacity, int vocab, int eos) {
     const int row = static_cast<int>(blockIdx.x) * BLOCK + threadIdx.x;
-    if (row >= rows) return;
-    const long long slot = lanes[row];
-    if (done[slot]) return;
-    const long long at = length[slot];
+    const long long slot = row < rows ? lanes[row] : 0;
+    const bool ended = row >= rows || done[slot], stops = stops_at_eos[slot], adjusts = biased[slot];
+    const long long at = length[slot], given = known[slot], most = limit[slot];
+    await_previous_launch();
+    if (ended) return;
     long long* place = tokens + slot * capacity + at;
-    if (at >= known[slot]) *place = token[row];
+    const long long added = at < given ? *place : token[row];
+    *place = added;
     length[slot] = at + 1;
-    if (biased[slot]) lower(bias, counts, slot * vocab + *place, presence[slot], frequency[slot]);
+    if (adjusts) lower(bias, counts, slot * vocab + added, presence[slot], frequency[slot]);
     if (!isfinite(to_float(logit[row]))) broken[slot] = true;
-    if ((*place == eos && stops_at_eos[slot]) || at + 1 >= limit[slot]) done[slot] = true;
+    if ((added == eos && stops) || at + 1 >= most) done[slot] = true;
 }
 
 }  // namespace warpline

@@ -74,20 +74,10 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const int slot = lanes == nullptr ? sequence : static_cast<int>(lanes[sequence]);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const float factor = scale * LOG2_E;
-    const int end = min(static_cast<int>(length[slot]), positions);
-    const int begin = window > 0 ? max(0, end - window) : 0;
-    static_assert(PART % AT_ONCE == 0);
-    const int part = max(PART, ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE);
-    const int from = begin + split * part, to = min(end, from + part);
-    const int parts_of_row = PART > 0 ? max(1, ceil_div(end - begin, part)) : SPLITS;
-    if (PART > 0 && split >= parts_of_row) return;
-
     const T* keys = k.rows(slot, head);
     const T* values = v.rows(slot, head);
-    const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
-    const int cached = brings ? end - 1 : to;
     Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
-    const auto load = [&](int first) {
+    const auto load = [&](int first, int bound) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int position = first + u * AT_ONCE;
@@ -96,14 +86,39 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                 key[u][s] = {};
                 value[u][s] = {};
                 const int at = s * LANES + lane;
-                if (position < cached && at < VECTORS) {
+                if (position < bound && at < VECTORS) {
                     key[u][s] = reinterpret_cast<const Pack*>(keys + position * k.row)[at];
                     value[u][s] = reinterpret_cast<const Pack*>(values + position * v.row)[at];
                 }
             }
         }
     };
-    load(from + group);
+    // A block that begins at position 0 asks for its first keys before it knows the length. What stands behind the end does not
+    // count: its score is dropped, and its value, which may be anything, made 0.
+    const bool ahead = SPLITS == 1 && PART == 0 && window <= 0;
+    if (ahead) load(group, positions);
+
+    const int end = min(static_cast<int>(length[slot]), positions);
+    const int begin = window > 0 ? max(0, end - window) : 0;
+    static_assert(PART % AT_ONCE == 0);
+    const int part = max(PART, ceil_div(ceil_div(end - begin, SPLITS), AT_ONCE) * AT_ONCE);
+    const int from = begin + split * part, to = min(end, from + part);
+    const int parts_of_row = PART > 0 ? max(1, ceil_div(end - begin, part)) : SPLITS;
+    if (PART > 0 && split >= parts_of_row) return;
+    const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
+    const int cached = brings ? end - 1 : to;
+    if (!ahead) load(from + group, cached);
+    // What registers have no room for is on its way to L2 meanwhile; not all of a long context, which L2 would not keep.
+    // Blocks of a few warps are so many that what the first ask for would be in the way of the others.
+    constexpr int HELD = AT_ONCE * UNROLL, PREFETCHED = WARPS < 4 ? 0 : 128, LINE = 128 / static_cast<int>(sizeof(T));
+    for (int i = threadIdx.x; i < PREFETCHED && from + HELD + i < cached; i += WARPS * WARP) {
+        const int position = from + HELD + i;
+#pragma unroll
+        for (int column = 0; column < DEPTH; column += LINE) {
+            prefetch_line(keys + position * k.row + column);
+            prefetch_line(values + position * v.row + column);
+        }
+    }
     await_previous_launch();
 
     float query[SIZE];
@@ -157,8 +172,12 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         }
     };
     if (brings && threadIdx.x < WARP) take(newest_key, newest_value, [&](int) { return group == 0; });
+#pragma unroll
+    for (int i = 0; i < UNROLL * STEPS; ++i) {
+        if (ahead && group + i / STEPS * AT_ONCE >= cached) value[i / STEPS][i % STEPS] = {};
+    }
     for (int first = from + group; first < cached + group; first += AT_ONCE * UNROLL) {  // as often for every group
-        if (first >= from + AT_ONCE) load(first);
+        if (first >= from + AT_ONCE) load(first, cached);
         take(key, value, [&](int u) { return first + u * AT_ONCE < cached; });
     }
 

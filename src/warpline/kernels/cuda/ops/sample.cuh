@@ -8,7 +8,7 @@
 // Row r of the logits belongs to slot lanes[r], which says all else. The key of a draw is the slot's entry in `noise` at the
 // length of its sequence; the end of text, `eos`, cannot be drawn before `min_length` where it would stop the sequence.
 // Where `biased`, the slot's row of `bias` is added to the logits. `logit` is the row's largest, or infinity if one of them is
-// no number.
+// no number. What the slot says is read before the launches ahead have ended: where launches overlap, none of those may write it.
 // Traffic: the logits once, or up to eight times where they are filtered, from L2 after the first; one block to a row.
 #pragma once
 #include "common.cuh"
@@ -175,6 +175,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         s.adjusted = biased[slot] ? entries : 0;
         s.first = VOCAB;
     }
+    await_previous_launch();
     __syncthreads();
     const bool adjusts = punishes || s.adjusted > 0 || banned >= 0;
 
@@ -238,7 +239,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     // The likeliest token, and the largest logit.
     float highest = -infinity();
     bool odd = false;  // whether there is a logit that is no number, or has no bound
-    int likeliest;
+    int likeliest, found = threadIdx.x * WIDTH;  // the pack in which this thread found the largest logit, where nothing adjusts
     if (adjusts) {
         likeliest = choose([&](int i, float v) {
             highest = fmaxf(highest, v);
@@ -246,8 +247,9 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
             return score(i, v);
         });
     } else {
-        // Scores have the order of logits: only the largest logit is looked for, and then, by who has it, its token.
-        constexpr int AT_ONCE = 4;
+        // Scores have the order of logits: only the largest logit is looked for, and then, by who has it, its token. All
+        // are on their way at once if there is room for them.
+        constexpr int STEPS = ceil_div(VOCAB, STEP), AT_ONCE = STEPS < 7 ? STEPS : 7;
         for (int first = threadIdx.x * WIDTH; first < VOCAB; first += AT_ONCE * STEP) {
             Pack pack[AT_ONCE];
 #pragma unroll
@@ -257,8 +259,10 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
 #pragma unroll
             for (int u = 0; u < AT_ONCE; ++u) {
                 if (first + u * STEP >= VOCAB) continue;
+                const float before = highest;
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j) highest = max_or_nan(highest, to_float(pack[u].at[j]));
+                if (highest > before) found = first + u * STEP;
             }
         }
         odd = !(highest < infinity());
@@ -266,10 +270,12 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     const float own = highest;
     highest = group_max<WARPS>(highest, s.reduced);
     if (!adjusts) {
-        if (own == highest) {
-            each([&](int i, float v) {
-                if (v == highest) atomicMin(&s.first, i);
-            });
+        if (own == highest && found < VOCAB) {
+            const Pack pack = pack_at(found);
+#pragma unroll
+            for (int j = WIDTH - 1; j >= 0; --j) {
+                if (to_float(pack.at[j]) == highest) atomicMin(&s.first, found + j);
+            }
         }
         __syncthreads();
         likeliest = min(s.first, VOCAB - 1);  // there is none where no logit is a number
