@@ -60,9 +60,13 @@ def draw() -> None:
 
 
 def shipped() -> dict[Path, str]:
-    """The files of choices inside the package."""
+    """The files of choices inside the package. Those for code that there is no more are left out, so that whoever changes
+    a kernel sees what is lost until it is swept again."""
     gpus = {rows[0]["gpu"]: rows for rows in machines().values()}
-    made = {gpu: [one for one in report.choices(rows) if one.tunables is not None] for gpu, rows in gpus.items()}
+    made = {
+        gpu: [one for one in report.choices(rows) if one.tunables is not None and not one.is_stale]
+        for gpu, rows in gpus.items()
+    }
     return {choices.shipped_file(gpu): choices.text(gpu, found) for gpu, found in made.items()}
 
 

@@ -29,10 +29,10 @@ def test_shipped_choices_are_ones_that_kernels_have(path: Path) -> None:
     gpu = json.loads(path.read_text())["gpu"]
     for choice in choices.read(path, gpu):
         spec = CATALOG[choice.kernel]
-        if not choice.is_stale:
-            dims = next(dims for dims in spec.bench_dims if choices.shape_class(spec, dims) == choice.shape)
-            assert choice.tunables is not None
-            assert choices.fits(spec, choice.dtype, dims, choice.tunables)
+        assert not choice.is_stale
+        dims = next(dims for dims in spec.bench_dims if choices.shape_class(spec, dims) == choice.shape)
+        assert choice.tunables is not None
+        assert choices.fits(spec, choice.dtype, dims, choice.tunables)
 
 
 def test_no_rows_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
