@@ -60,7 +60,7 @@ def draw() -> None:
 
 
 def shipped() -> dict[Path, str]:
-    """The files of choices inside the package. Those for code that there is no more are left out, so that whoever changes
+    """The files of choices inside the package. Those for code that there is no more are left out: who changes
     a kernel sees what is lost until it is swept again."""
     gpus = {rows[0]["gpu"]: rows for rows in machines().values()}
     made = {
