@@ -110,7 +110,7 @@ class OnLLMInt8(OnLLM):
     stored = "int8"
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(_in_int8(weights), replace(case, dtype=self.stored), device)
+        super().__init__(quantised(weights), replace(case, dtype=self.stored), device)
 
 
 class Naive(Method):
@@ -318,7 +318,7 @@ class OnCpuInt8(OnCpu):
     stored = "int8"
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(_in_int8(weights), replace(case, dtype=self.stored), device)
+        super().__init__(quantised(weights), replace(case, dtype=self.stored), device)
 
 
 class OnKernels(OnExecutor):
@@ -390,7 +390,3 @@ def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> I
 def _parts(method: Method, watcher: Watcher) -> AbstractContextManager[object]:
     """The readable model's own names; compiled code has none."""
     return ExitStack() if method.compiled else observed(watcher.part)
-
-
-def _in_int8(weights: Weights) -> Weights:
-    return weights if weights.tensors["wte.weight"].dtype == torch.int8 else quantised(weights)

@@ -46,7 +46,7 @@ def group_products(weights: Weights) -> dict[str, Tensor]:
                     for module in (norm, product)
                     for part in ("weight", "bias")
                 )
-                scaled, name = (weight * gamma).to(weights.tensors["wte.weight"].dtype), standard_name(norm, product)
+                scaled, name = (weight * gamma).to(weights.activations), standard_name(norm, product)
                 found |= {f"{name}.tiles": in_tiles(scaled), f"{name}.sums": scaled.float().sum(1)}
                 found[f"{name}.bias"] = bias + (weight * beta).sum(1)
             for product in ("attn.c_proj", "mlp.c_proj"):

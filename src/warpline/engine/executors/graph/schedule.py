@@ -77,15 +77,21 @@ class PassRules:
         """How products of so many rows are done. Where bits may not depend on that number, it is the same for all."""
         if rows <= MOST_MATVEC_ROWS and not self.invariant:
             return Regime.FEW
-        config, like = self.weights.config, self.weights.tensors["wte.weight"]
-        width, inner = config.n_embd, config.inner
+        weights = self.weights
+        width, inner = weights.config.n_embd, weights.config.inner
         shapes = {
             "standard_matmul_bias": (3 * width, width),
             "standard_matmul_bias_gelu": (inner, width),
             "group_matmul_bias_residual": (width, inner),
         }
         whole = all(
-            suits(find(op), like, {"rows": rows, "outputs": outputs, "inputs": inputs}, invariant=self.invariant)
+            suits(
+                find(op),
+                weights.device,
+                weights.activations,
+                {"rows": rows, "outputs": outputs, "inputs": inputs},
+                invariant=self.invariant,
+            )
             for op, (outputs, inputs) in shapes.items()
         )
         return Regime.WHOLE if whole else Regime.MANY
@@ -226,7 +232,7 @@ def room_for_logits(rules: PassRules, rows: int) -> Tensor:
     """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
     vocab = rules.weights.config.vocab_size
     width = vocab if rules.regime(rows) is Regime.FEW else vocab + padding(vocab)
-    return rules.weights.tensors["wte.weight"].new_empty(rows, width)
+    return rules.weights.room(rows, width)
 
 
 def companions(
@@ -273,10 +279,10 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
 
 def buffers(rules: PassRules, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
     """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
-    config, like, rows = rules.weights.config, rules.weights.tensors["wte.weight"], len(lanes)
+    config, rows = rules.weights.config, len(lanes)
 
     def room(*columns: int) -> Tensor:
-        return like.new_empty(rows, *columns)
+        return rules.weights.room(rows, *columns)
 
     found = {**block_parameters(rules, rows), **head_parameters(rules, rows), **of_slots(slots, rows)}
     found["lanes"] = lanes

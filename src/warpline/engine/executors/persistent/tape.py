@@ -37,11 +37,10 @@ class Tapes:
 def record(weights: Weights, plan: Plan) -> Tapes:
     """Arrange `weights` for `plan`, on the device where they are."""
     tensors, extents = weights.tensors, plan.extents
-    some = tensors["wte.weight"]
-    tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=some.device)
-    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=some.device)
+    tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=weights.device)
+    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=weights.device)
     for stage, name in _MATRICES.items():
-        owner, step, warp = (index.to(some.device) for index in _places(plan, stage))  # [unit, tile]
+        owner, step, warp = (index.to(weights.device) for index in _places(plan, stage))  # [unit, tile]
         for layer in range(extents.layers):
             found = tiles(tensors[f"h.{layer}.{name}"], plan, step.shape[1]).view(torch.uint8)  # [unit, tile, byte]
             tape[step + layer * strides[owner], warp] = found
@@ -53,7 +52,7 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
     lines = torch.stack([_lines(tensors, f"h.{layer}.") for layer in range(extents.layers)])
-    return Tapes(tape, vectors, lines, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
+    return Tapes(tape, vectors, lines, torch.tensor(plan.rows(), dtype=torch.int32, device=weights.device))
 
 
 def _lines(tensors: dict[str, Tensor], h: str) -> Tensor:
