@@ -6,7 +6,6 @@ matrices are stored transposed (Conv1D), and some carry buffers that are no para
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import zipfile
@@ -27,6 +26,7 @@ from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
+from warpline.model.hub import download
 from warpline.model.quantise import FILE, SCALE, Matrix, paired, place
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
@@ -138,7 +138,7 @@ def _located(model: str) -> Path:
         return path
     if path.suffix in (".safetensors", ".bin") or model.startswith((".", "/", "~")):
         raise ModelError(f"there is no file or folder '{model}': check the path")
-    return _download(model)
+    return download(model)
 
 
 @contextmanager
@@ -379,32 +379,3 @@ def checkpoint(weights: Weights) -> dict[str, Tensor]:
         prefix = "" if name.startswith("lm_head.") else "transformer."
         result[prefix + name] = stored.contiguous()
     return result
-
-
-# --- hub ------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache  # asked for by everyone who wants the config, the dtype or the weights
-def _download(model: str) -> Path:
-    repo = FAMILY[model][0] if model in FAMILY else model
-    if model not in FAMILY and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        names = (*BUILTIN, *FAMILY)
-        raise ModelError(
-            f"unknown model '{model}'{nearest(model, names)}: give a folder, a .safetensors file, a hub id "
-            f"(owner/name), random:gpt2, or one of {', '.join(names)}"
-        )
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise ModelError(f"downloading '{model}' needs the hub extra: pip install 'warpline[hub]'") from None
-    files = ["*.json", "*.jinja", "*.safetensors"]
-    try:
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
-        if not any(folder.glob("*.safetensors")):  # older repositories; not fetched where both are offered
-            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files, "pytorch_model.bin"]))
-        return folder
-    except Exception as error:  # the client raises its HTTP library's exceptions as well as its own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"cannot download '{repo}' ({reason.rstrip('.')}): check the name and the network, or give a local folder"
-        ) from error
