@@ -28,7 +28,7 @@ from tests.model.test_stories import held_out
 from warpline import LLM, hardware
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
-from warpline.engine.executors import choose, create
+from warpline.engine.executors import create
 from warpline.engine.executors.cpu.executor import CpuExecutor
 from warpline.engine.request import Request
 from warpline.errors import ConfigError, DeviceError, ModelError
@@ -146,13 +146,6 @@ def test_a_row_of_zeros_stays_zero() -> None:
     codes, scale = quantise(torch.zeros(2, 5))
     assert not codes.any()
     assert not scale.any()
-
-
-def test_other_executors_refuse_int8() -> None:
-    with pytest.raises(ConfigError, match="the torch executor has no int8: use one of fp32, fp16, bf16"):
-        create("torch", load(SMALL, dtype="int8"), CPU, "int8")
-    with pytest.raises(ConfigError, match="int8 weights run on a CPU so far: use --device cpu"):
-        choose("auto", torch.device("cuda:0"), load(SMALL).config, "int8")
 
 
 def test_a_team_larger_than_the_machine_ends_and_agrees() -> None:

@@ -54,6 +54,9 @@ class KernelSpec:
     restrict: bool = True
     #: Whether the device function itself calls `await_previous_launch`, because it has something to do before that.
     awaits: bool = False
+    #: Whether what it writes is a weight to the op behind it, which fetches weights as soon as it begins, and so must
+    #: not begin before this one has ended.
+    makes_weights: bool = False
     #: Choices of each tunable; they are the last template constants.
     tunables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: Which combinations of them exist, for dimensions and dtype.

@@ -320,6 +320,7 @@ EXPAND = _flat_op(
     name="expand",
     summary="int8 weights as plain numbers, for products of many rows",
     header="ops/expand.cuh",
+    makes_weights=True,
     arguments=(
         reads("codes", "rows columns", CODES),
         reads("scale", "rows", SCALES),

@@ -84,7 +84,11 @@ def bind(ops: Sequence[Bound], *, overlapping: bool = False, invariant: bool = F
     ahead has ended, where the GPU can, and wait only when they need its results. Invariant ones are ours, with tunables
     for which the bits of a row do not depend on the rows beside it."""
     with PREPARING:
-        made = [_bind(op, overlapping, invariant) for op in ops]
+        ahead = [None, *(op.spec for op in ops[:-1])]
+        made = [
+            _bind(op, overlapping and not (spec is not None and spec.makes_weights), invariant)
+            for spec, op in zip(ahead, ops, strict=True)
+        ]
         calls = [one for one in made if isinstance(one, launch.Call)]
         if calls:
             compile_many(list({call.program for call in calls}))

@@ -160,10 +160,10 @@ class Pass:
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
             return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
 
-        embedded = ("tokens", "row_slots", "row_positions", "wte.weight", "wpe.weight")
+        embedded = ("tokens", "row_slots", "row_positions", *rules.matrix("wte"), "wpe.weight")
         #: Its ops.
         self.steps = [
-            Step("prompt_embedding", embedded, ("all.in",)),
+            Step(f"prompt_embedding{rules.coded}", embedded, ("all.in",)),
             *blocks(rules, rows, attention, last_rows=0 if end is End.NOTHING else count),
             *ending(rules, count, end, "last.out"),
         ]

@@ -66,6 +66,8 @@ class PersistentExecutor(Executor):
         if device.type != "cuda":
             raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor cpu here")
         config = weights.config
+        if weights.is_quantised:
+            raise ConfigError("the persistent executor has no int8 weights: use --executor graph")
         if config.head_size % 16 or config.inner % 16:
             raise ConfigError(
                 "the persistent executor needs heads and an MLP whose widths are multiples of 16, "
