@@ -20,10 +20,9 @@ from warpline.engine.executors.graph import bind as binding
 from warpline.engine.executors.graph import schedule
 from warpline.engine.executors.graph.forms import EXPANDED, expanded, padded_head
 from warpline.engine.executors.graph.schedule import End, PassRules, Step, buffers, decode_step, on_memory
-from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
-from warpline.errors import ConfigError
+from warpline.errors import DeviceError
 from warpline.model.weights import Weights, load
 
 CPU = torch.device("cpu")
@@ -149,10 +148,8 @@ def test_no_op_begins_before_its_weights_are_there(rows: int, monkeypatch: pytes
 def test_who_takes_int8() -> None:
     weights = load(SMALL, dtype="int8")
     assert choose("graph", torch.device("cuda:0"), weights.config, "int8") == "graph"
-    with pytest.raises(ConfigError, match="the persistent executor has no int8: use one of fp32, fp16, bf16, or"):
+    with pytest.raises(DeviceError, match="the persistent executor runs on a CUDA GPU: use --executor cpu here"):
         create("persistent", weights, CPU, "int8")
-    with pytest.raises(ConfigError, match="the persistent executor has no int8 weights: use --executor graph"):
-        PersistentExecutor(weights, torch.device("cuda:0"), "int8")
 
 
 def test_a_stored_model_is_int8_everywhere() -> None:

@@ -22,7 +22,7 @@ from warpline.model.export import export
 from warpline.model.quantise import SCALE, quantised
 from warpline.model.weights import Weights, load
 
-NAMES = pytest.mark.parametrize("name", ["kernels", "graph", "auto"])
+NAMES = pytest.mark.parametrize("name", ["kernels", "graph", "persistent", "auto"])
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -47,6 +47,8 @@ def judged(weights: Weights, name: str, lengths: list[int], new: int) -> None:
 @NAMES
 @pytest.mark.parametrize("batch", [1, 2, 8, 9, 64, 160])
 def test_tokens_are_judged_right(gpt2: Weights, name: str, batch: int) -> None:
+    if name == "persistent" and batch > 8:
+        pytest.skip("persistent has up to 8 sequences at once")
     judged(gpt2, name, [30] * batch, 30)
 
 
@@ -55,10 +57,24 @@ def test_prompts_are_judged_right(gpt2: Weights, lengths: list[int]) -> None:
     judged(gpt2, "graph", lengths, 20)
 
 
-@pytest.mark.parametrize("model", ["random:gpt2-xl,n_layer=2", "random:gpt2,n_layer=2,tie_word_embeddings=false"])
-@pytest.mark.parametrize("batch", [1, 20])
-def test_other_models(model: str, batch: int) -> None:
-    judged(load(model, dtype="int8", device="cuda"), "graph", [17] * batch, 20)
+@pytest.mark.parametrize(("name", "batch"), [("graph", 1), ("graph", 20), ("persistent", 1), ("persistent", 2)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "random:gpt2-xl,n_layer=2",
+        "random:gpt2,n_layer=2,tie_word_embeddings=false",
+        "random:n_layer=3,n_head=3,n_embd=144,n_positions=128,vocab_size=777,n_inner=400",
+    ],
+)
+def test_other_models(model: str, name: str, batch: int) -> None:
+    judged(load(model, dtype="int8", device="cuda"), name, [17] * batch, 20)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.9, top_p=0.9), SamplingParams(logprobs=2)])
+def test_the_persistent_kernel_repeats_to_the_bit(gpt2: Weights, params: SamplingParams) -> None:
+    executor = create("persistent", gpt2, GPU, "int8")
+    asked = requests(gpt2, [5, 300, 40], 60, params)
+    assert run(executor, asked) == run(executor, asked, chunk=7)
 
 
 @pytest.mark.parametrize("batch", [1, 5, 12])
@@ -132,8 +148,8 @@ def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         llm = LLM("random:gpt2,n_layer=1", device="cuda", dtype="int8")
         llm.generate([1, 2], replace(GREEDY, max_tokens=3))
-    assert "executor auto → graph: the persistent executor has no int8 weights" in caplog.text
-    assert llm.executor.described == "auto (graph)"
+    assert "executor auto → persistent up to 8 sequences, graph beyond" in caplog.text
+    assert llm.executor.described == "auto (persistent)"
 
 
 def test_nothing_is_kept_twice(gpt2: Weights) -> None:
