@@ -28,12 +28,12 @@ from tests.model.test_stories import held_out
 from warpline import LLM, hardware
 from warpline.bench.oracle import Oracle
 from warpline.config import SamplingParams as Params
-from warpline.engine.executors import choose, create
+from warpline.engine.executors import create
 from warpline.engine.executors.cpu.executor import CpuExecutor
 from warpline.engine.request import Request
 from warpline.errors import ConfigError, DeviceError, ModelError
 from warpline.model.export import export
-from warpline.model.quantise import FILE, SCALE, Packed, quantise
+from warpline.model.quantise import FILE, SCALE, Matrix, dequantised, quantise
 from warpline.model.weights import Weights, load, stored_dtype
 
 CPU = torch.device("cpu")
@@ -122,13 +122,8 @@ def test_half_precision_is_judged_right(dtype: str) -> None:
 def test_int8_follows_its_own_weights_exactly() -> None:
     """What int8 loses it loses when weights are rounded: computed in float32, the rounded ones give the same tokens."""
     small = load(SMALL, dtype="int8")
-    plain = {
-        name: value.float() * small.tensors[name + SCALE][:, None] if value.dtype == torch.int8 else value
-        for name, value in small.tensors.items()
-        if not name.endswith(SCALE)
-    }
     asked = requests(small, [12, 5], 25)
-    expected = run(create("torch", replace(small, tensors=plain), CPU, "fp32"), asked)
+    expected = run(create("torch", dequantised(small, torch.float32), CPU, "fp32"), asked)
     assert run(CpuExecutor(small, CPU, "int8"), asked) == expected
 
 
@@ -151,13 +146,6 @@ def test_a_row_of_zeros_stays_zero() -> None:
     codes, scale = quantise(torch.zeros(2, 5))
     assert not codes.any()
     assert not scale.any()
-
-
-def test_other_executors_refuse_int8() -> None:
-    with pytest.raises(ConfigError, match="the torch executor has no int8: use one of fp32, fp16, bf16"):
-        create("torch", load(SMALL, dtype="int8"), CPU, "int8")
-    with pytest.raises(ConfigError, match="int8 weights run on a CPU so far: use --device cpu"):
-        choose("auto", torch.device("cuda:0"), load(SMALL).config, "int8")
 
 
 def test_a_team_larger_than_the_machine_ends_and_agrees() -> None:
@@ -197,7 +185,7 @@ def test_int8_models_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
         assert again.tensors.keys() == small.tensors.keys()
         assert all(torch.equal(again.tensors[name], value) for name, value in small.tensors.items())
     codes, scale = small.tensors["wte.weight"], small.tensors["wte.weight" + SCALE]
-    assert torch.equal(load(folder).tensors["wte.weight"], Packed(codes, scale).plain())
+    assert torch.equal(load(folder).tensors["wte.weight"], Matrix(codes, scale).plain())
     assert (stored_dtype(folder), stored_dtype(str(file)), stored_dtype(SMALL)) == ("int8", "int8", None)
     assert LLM(folder, device="cpu").dtype == "int8"
     with pytest.raises(OSError, match=r"model\.safetensors"):  # no other program takes codes for weights

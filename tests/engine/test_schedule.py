@@ -106,11 +106,12 @@ def test_window_and_end_of_text() -> None:
     assert written("kernels", eos) == written("torch", eos)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.parametrize(("batch", "at_once"), [(1, False), (8, False), (9, False), (9, True)])
-def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_is_somebodys(batch: int, at_once: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step reads is a parameter, state, or written before; what it writes has room."""
     monkeypatch.setattr(schedule, "suits", lambda *_, **__: at_once)
-    weights = load(SMALL)
+    weights = load(SMALL, dtype=dtype)
     rules = PassRules(weights)
     slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.float32)
     named = buffers(rules, slots, slots.crossing.select(range(batch), batch))

@@ -17,22 +17,26 @@ from warpline.engine.executors.persistent.tape import record
 from warpline.engine.slots import Slots
 from warpline.kernels.decode_plan import CODE_UNIT, PAUSES, STAGES, UNIT, Extents, Plan, best_warps, plan
 from warpline.kernels.persistent import Arguments
+from warpline.model.quantise import SCALE, quantised
 from warpline.model.screen import Screen
-from warpline.model.weights import load
+from warpline.model.weights import Weights, load
 
 NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "mlp.c_proj"}
 
 
 def lanes(tile: torch.Tensor, size: int) -> torch.Tensor:
-    """What the lanes of a warp hold of a tile, as eight outputs of `size` inputs: the middle pairs are exchanged."""
+    """What the lanes of a warp hold of a tile, as eight outputs of `size` inputs. In half precision the middle pairs
+    are exchanged; pairs of codes take turns with those of the other half."""
     if size == 16:
         return tile.view(UNIT, size)
+    if size == 64:
+        return tile.view(UNIT, 4, 4, 2, 2).transpose(2, 3).reshape(UNIT, size)
     return tile.view(UNIT, 4, 4, 2)[:, :, [0, 2, 1, 3]].reshape(UNIT, size)
 
 
 def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor:
     """A layer's matrix as the kernel meets it: block by block, unit by unit, step by step, warp by warp."""
-    e, size = made.extents, made.extents.tile_inputs
+    e, size = made.extents, made.extents.tile_inputs(stage)
     matrix = torch.zeros(e.units(stage) * UNIT, made.steps_of(stage) * made.warps * size)
     for block in range(e.blocks):
         step = made.tape[block] + layer * made.layer_steps(block)
@@ -68,6 +72,33 @@ def head_tiles(made: Plan, tape: torch.Tensor, *, codes: bool) -> Iterator[tuple
                     yield output, tiles + i, tape[at + own + i, warp * shared + part]
 
 
+def in_codes(weights: Weights) -> Weights:
+    """Int8 weights as a GPU has them: beside codes and scales, numbers of half precision."""
+    tensors = quantised(weights).tensors
+    halves = {n: t.half() for n, t in tensors.items() if t.dtype != torch.int8 and not n.endswith(SCALE)}
+    return replace(weights, tensors=tensors | halves)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 40])
+def test_every_code_is_where_the_kernel_reads_it(blocks: int) -> None:
+    weights = in_codes(load("random:n_layer=2,n_head=3,n_embd=48,n_positions=64,vocab_size=203"))
+    extents = Extents("fp16", 48, 192, 3, 2, 203, 1, blocks, "sm_90", codes=True)
+    made = plan(extents)
+    tapes = record(weights, made)
+    for stage in STAGES[:-1]:
+        for layer in range(2):
+            expected = weights.tensors[f"h.{layer}.{NAMES[stage]}.weight"].float()
+            found = read(tapes.tape.view(torch.int8).float(), made, stage, layer)
+            assert torch.equal(found[: len(expected), : expected.shape[1]], expected), (stage, layer)
+    head, size = torch.zeros(203 + CODE_UNIT, 64), extents.tile_inputs("head")
+    for output, i, tile in head_tiles(made, tapes.tape.view(torch.float16).float(), codes=False):
+        head[output : output + UNIT, i * size : (i + 1) * size] += lanes(tile, size)
+    assert torch.equal(head[:203, :48], weights.matrix("wte.weight").plain(torch.float16).float())
+    assert tapes.scales.shape == (2 * 2 * 48,)
+    assert torch.equal(tapes.scales[3 * 48 :], weights.tensors["h.1.mlp.c_proj.weight.scale"])
+    assert torch.equal(tapes.lines[1, 144:, 2], weights.tensors["h.1.mlp.c_fc.weight.scale"])
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 5, 40])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> None:
@@ -82,7 +113,7 @@ def test_every_weight_is_where_the_kernel_reads_it(blocks: int, dtype: str) -> N
             found = read(tape, made, stage, layer)
             assert torch.equal(found[: len(expected), : expected.shape[1]], expected), (stage, layer)
             assert found.abs().sum() == pytest.approx(float(expected.abs().sum()))
-    head, size = torch.zeros(203 + CODE_UNIT, 64), extents.tile_inputs
+    head, size = torch.zeros(203 + CODE_UNIT, 64), extents.tile_inputs("head")
     for output, i, tile in head_tiles(made, tape, codes=False):
         head[output : output + UNIT, i * size : (i + 1) * size] += lanes(tile, size)
     assert torch.equal(head[:203, :48], weights.tensors["wte.weight"].float())
@@ -128,7 +159,7 @@ def test_the_head_is_whole_whoever_shares_its_units(vocab: int, blocks: int, war
     """For any number of units that the last turn has."""
     weights = load(f"random:n_layer=1,n_head=1,n_embd=64,n_positions=8,vocab_size={vocab}", dtype=dtype)
     made = plan(Extents(dtype, 64, 256, 1, 1, vocab, 1, blocks, "sm_90", warps=warps))
-    recorded, size = record(weights, made).tape, made.extents.tile_inputs
+    recorded, size = record(weights, made).tape, made.extents.tile_inputs("head")
     head, codes = torch.zeros(vocab + 32, 64), torch.zeros(vocab + 32, 64, dtype=torch.int8)
     kind = weights.tensors["wte.weight"].dtype
     for output, i, tile in head_tiles(made, recorded.view(kind).float(), codes=False):
@@ -194,6 +225,7 @@ def test_layernorm_behind_a_product_is_layernorm_before_it() -> None:
     tensors = {name: torch.randn_like(tensor) for name, tensor in weights.tensors.items()}
     weights = replace(weights, tensors=tensors)
     lines = record(weights, plan(Extents("fp32", 48, 192, 3, 2, 203, 1, 5, "sm_90"))).lines.double()
+    assert lines.shape == (2, 3 * 48 + 192, 2)
     x = 3 * torch.randn(48, dtype=torch.float64) + 1
     mean, deviation = x.mean(), x.std(correction=0)
     first = 0

@@ -122,7 +122,7 @@ def test_contexts_in_parts(model: str, lengths: list[int]) -> None:
     assert run(half, asked) == run(half, asked, chunk=7)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("model", "batch", "prompt"),
     [
@@ -144,7 +144,7 @@ def test_half_precision_is_judged_right(model: str, dtype: str, batch: int, prom
     assert run(executor, asked) == found  # to the bit, or the tokens would drift apart sooner or later
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8"])
 def test_turing_path(dtype: str) -> None:
     """Compiled as PTX for compute_75, which has neither asynchronous copies nor bf16, and run on this GPU."""
     weights = load("random:n_layer=3,n_head=4,n_embd=256,n_positions=256", dtype=dtype, device="cuda")

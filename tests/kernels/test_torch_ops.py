@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from warpline.config import ROUNDING
 from warpline.errors import ConfigError
 from warpline.kernels import torch_ops
 from warpline.kernels.spec import KernelSpec
@@ -66,10 +67,11 @@ def test_wrong_shapes_are_named() -> None:
 
 @SPECS
 def test_reference_is_what_the_model_does(spec: KernelSpec) -> None:
-    """In float64 the operator's reference and a float32 run agree to float32 rounding."""
+    """In float64 the operator's reference and a float32 run agree to float32 rounding, or that of the result."""
     inputs = arguments(spec)
     single = operator(spec)(*inputs)
     numbers = spec.number_values(spec.dims_of([tensor.shape for tensor in inputs]))
     exact = spec.reference(*torch_ops.as_floats(inputs, torch.float64), **numbers)
     for ours, reference in zip(single if isinstance(single, tuple) else (single,), exact, strict=True):
-        assert (ours.double() - reference).abs().max() <= 64 * 2**-24 * reference.abs().max()
+        rounding = ROUNDING["fp16"] if ours.dtype == torch.float16 else 0  # where results are half precision anyway
+        assert (ours.double() - reference).abs().max() <= (64 * 2**-24 + rounding) * reference.abs().max()

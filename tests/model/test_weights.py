@@ -17,7 +17,7 @@ from tests.conftest import make_weights
 from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ModelError
 from warpline.model import parameters, weights
-from warpline.model import weights as loading
+from warpline.model.hub import download
 from warpline.model.weights import Weights, checkpoint, load, random_config
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=300, n_positions=20)
@@ -295,9 +295,9 @@ def hub(saved: tuple[Weights, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", local)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    loading._download.cache_clear()
+    download.cache_clear()
     yield handler
-    loading._download.cache_clear()
+    download.cache_clear()
     server.shutdown()
     server.server_close()
 

@@ -257,10 +257,13 @@ def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert not phase.kernels
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.parametrize(("batch", "whole"), [(1, True), (64, False), (64, True)])
-def test_kernels_are_placed_by_the_schedule(batch: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_placed_by_the_schedule(
+    batch: int, whole: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schedule, "suits", lambda *_, **__: whole)  # as the GPU has it that can, or cannot
-    weights = load(SMALL)
+    weights = load(SMALL, dtype=dtype)
     steps = decode_step(PassRules(weights), batch, End.LIKELIEST)
     ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
     names = [f"warpline_{step.op}" for step in steps]

@@ -94,6 +94,8 @@ def test_the_four_tables_have_the_rows_of_the_reference_systems() -> None:
         ("warpline_append_attention", "attention"),
         ("warpline_residual_layernorm", "reduction"),
         ("warpline_newest_embedding", "memory"),
+        ("warpline_matvec_bias_residual_int8", "GEMM"),
+        ("warpline_expand", "memory"),
         ("warpline_admit", "memory"),
         ("warpline_report", "memory"),
         ("void gemv2T_kernel_val<int, int, float>", "GEMM"),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpline.config import ROUNDING
+from warpline.config import KV_DTYPES, ROUNDING
 from warpline.model.gpt2 import GPT2
+from warpline.model.quantise import dequantised
 from warpline.model.weights import Weights
 
 #: Rows and tokens that are judged at most; all rows of a batch run through the same kernels.
@@ -30,13 +31,12 @@ class Verdict:
 
 
 class Oracle:
-    """The weights in float32 in the readable model."""
+    """The weights in float32, or what int8 codes stand for, in the readable model."""
 
     def __init__(self, weights: Weights):
         with torch.device("meta"):
             self.model = GPT2(weights.config)
-        tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
-        self.model.load_state_dict(tensors, assign=True)
+        self.model.load_state_dict(dequantised(weights, torch.float32).tensors, assign=True)
         self.model.requires_grad_(False).eval()
         self.layers = weights.config.n_layer
         self._verdicts: dict[bytes, Verdict] = {}
@@ -62,6 +62,6 @@ class Oracle:
         best = logits.max(dim=-1)
         taken = logits.gather(-1, tokens[..., None])[..., 0]
         deficit = (best.values - taken) / logits.std(dim=-1)
-        allowed = 8 * ROUNDING[dtype] * (4 * self.layers) ** 0.5 * 2  # two logits are compared
+        allowed = 8 * ROUNDING[KV_DTYPES[dtype]] * (4 * self.layers) ** 0.5 * 2  # two logits are compared
         same = (best.indices == tokens).float().mean()
         return Verdict(float(same), float(deficit.max()), allowed)

@@ -28,7 +28,7 @@ from warpline.bench.protocol import Sample, collect, interleave, timed, timed_re
 from warpline.bench.rows import FAILURES, failed, provenance
 from warpline.bench.timing import copy_bandwidth, product_rate, read_bandwidth
 from warpline.bench.workloads import Case, Settings
-from warpline.config import ModelConfig
+from warpline.config import KV_DTYPES, ModelConfig
 from warpline.model import cost
 from warpline.model.weights import TORCH_DTYPES, Weights, load, read_config
 
@@ -112,7 +112,7 @@ class Bench:
             read, rate = limits.read_gb_s(megabytes), limits.product_tflop_s(case.dtype)
         else:
             read = max(read_bandwidth(size) for size in {megabytes, MOST_MEGABYTES})
-            rate = product_rate(TORCH_DTYPES[case.dtype])
+            rate = product_rate(TORCH_DTYPES[KV_DTYPES[case.dtype]])  # int8 weights are multiplied as fp16
         return {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
 
     def _at_best(self, case: Case) -> float:

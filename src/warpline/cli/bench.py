@@ -78,9 +78,6 @@ def bench(
     for name in words or ():
         one_of(name, WORKLOADS, "workload")
     dtypes = chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")
-    if "int8" in dtypes:
-        methods, dtypes = _int8(methods, dtypes)
-    methods = methods or list(METHODS)
     if (charts or html) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--html and --charts draw with matplotlib: pip install 'warpline[plot]'")
     for path in filter(None, (csv, md, html)):  # said now, not when everything has been measured
@@ -91,6 +88,9 @@ def bench(
 
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     on_gpu = target.startswith("cuda")
+    if "int8" in dtypes:
+        methods, dtypes = _int8(methods, dtypes, "fp16" if on_gpu else "fp32")
+    methods = methods or list(METHODS)
     wanted = cases(
         words or ["reference"],
         models=model or ["random:gpt2" if on_gpu else "stories"],
@@ -114,14 +114,14 @@ def bench(
         raise KeyboardInterrupt
 
 
-def _int8(methods: list[str], dtypes: list[str]) -> tuple[list[str], list[str]]:
-    """int8 is a matter of methods: their rows stand beside those of fp32, which is what they approximate."""
+def _int8(methods: list[str], dtypes: list[str], usual: str) -> tuple[list[str], list[str]]:
+    """int8 is a matter of methods: their rows stand beside those of the usual dtype, which is what they approximate."""
     others = [name for name in dtypes if name != "int8"]
-    if others not in ([], ["fp32"]):
-        raise ConfigError("int8 is compared with fp32 alone: use --dtype int8 or --dtype fp32,int8")
+    if others not in ([], [usual]):
+        raise ConfigError(f"int8 is compared with {usual} alone here: use --dtype int8 or --dtype {usual},int8")
     if methods and not set(methods) & set(INT8):
         raise ConfigError(f"none of these methods has int8 weights: add {' or '.join(INT8)}")
-    return methods or (list(INT8) if not others else []), ["fp32"]
+    return methods or (list(INT8) if not others else []), [usual]
 
 
 def _run(

@@ -36,9 +36,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 #: Lengths have these names in all verbs, beside those that a verb had first.
 NEW_TOKENS, PROMPT_TOKENS = "--new-tokens", "--prompt-tokens"
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
-Dtype = Annotated[
-    str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or on a CPU int8.", callback=our_name)
-]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or int8.", callback=our_name)]
 Speculate = Annotated[
     str, typer.Option(help="ngram runs drafts of further tokens, on a CPU: the same text, sooner where it repeats.")
 ]

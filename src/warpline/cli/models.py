@@ -12,6 +12,9 @@ from warpline.model import builtin, cost, parameters
 from warpline.model.builtin import BUILTIN
 from warpline.tables import say, show
 
+#: How weights may be stored, as far as it makes a difference.
+DTYPES = ("fp32", "fp16", "int8")
+
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the models that have a name. With their sizes and the bytes one decoded token must read."""
@@ -22,7 +25,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         return
 
     show(
-        ("name", "layers", "width", "heads", "parameters", "fp32", "fp16"),
+        ("name", "layers", "width", "heads", "parameters", *DTYPES),
         [
             (
                 row["name"],
@@ -30,15 +33,14 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
                 str(row["n_embd"]),
                 str(row["n_head"]),
                 f"{row['parameters'] / 1e6:,.1f} M",
-                f"{row['bytes_per_token']['fp32'] / 1e6:,.1f}",
-                f"{row['bytes_per_token']['fp16'] / 1e6:,.1f}",
+                *(f"{row['bytes_per_token'][dtype] / 1e6:,.1f}" for dtype in DTYPES),
             )
             for row in rows
         ],
         least=("heads", "width", "layers"),
     )
     say(
-        "\nfp32, fp16: MB that one decoded token must read.\n"
+        f"\n{', '.join(DTYPES)}: MB that one decoded token must read, about what the weights take.\n"
         + "".join(f"{name} is built in: {what}.\n" for name, what in BUILTIN.items())
         + "The others come from the Hugging Face hub. Also: a folder, a .safetensors file, any hub id, or random "
         "weights: random:gpt2, random:gpt2-xl,seed=3, random:n_layer=2,n_head=2,n_embd=128."
@@ -54,5 +56,6 @@ def _row(name: str, config: ModelConfig, hub_id: str | None) -> dict[str, Any]:
         "n_head": config.n_head,
         "n_positions": config.n_positions,
         "parameters": parameters.count(config),
-        "bytes_per_token": {dtype: cost.total_bytes(cost.decode(config, dtype)) for dtype in ("fp32", "fp16")},
+        "bytes_per_token": {dtype: cost.total_bytes(cost.decode(config, dtype)) for dtype in DTYPES},
+        "weight_bytes": {dtype: cost.weight_bytes(config, dtype) for dtype in DTYPES},
     }

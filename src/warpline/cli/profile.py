@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpline.bench.methods.names import METHODS
+from warpline.bench.methods.names import INT8, METHODS
 from warpline.cli.common import PROMPT_TOKENS, Device, chosen, listed, our_name
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, WarplineError, one_of
@@ -140,9 +140,9 @@ def _wishes(pairs: list[tuple[str, str | None]], model: str | None, device: str,
     on_gpu = target.startswith("cuda")
     return [
         Wish(
-            method="cpu-int8" if (method, dtype) == ("cpu", "int8") else method,
+            method=f"{method}-int8" if dtype == "int8" and f"{method}-int8" in INT8 else method,
             model=model or ("random:gpt2" if on_gpu else "stories"),
-            dtype=dtype or ("int8" if method == "cpu-int8" else "fp16" if on_gpu else "fp32"),
+            dtype=dtype or ("int8" if method in INT8 else "fp16" if on_gpu else "fp32"),
             device=target,
             **shape,
         )

@@ -26,7 +26,7 @@ def numbered(device: torch.device) -> torch.device:
 def dtype_of(asked: str, device: hardware.Device, stored: str | None) -> str:
     """What weights become: as asked, or what suits the device, or as they are stored."""
     if asked == "auto":
-        return "fp16" if device.kind == "cuda" else stored or "fp32"
+        return stored or ("fp16" if device.kind == "cuda" else "fp32")
     if not device.supports(asked):
         raise DeviceError(
             f"{device.name} ({device.arch}) cannot compute in {asked}, which needs sm_80: use fp16 or fp32"

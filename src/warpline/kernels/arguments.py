@@ -20,11 +20,12 @@ CUDA_TYPES = {
     "fp32": "float",
     "fp16": "__half",
     "bf16": "__nv_bfloat16",
+    "int8": "signed char",
     "int32": "int",
     "int64": "long long",
     "bool": "bool",
 }
-ELEMENT_BYTES = {**DTYPE_BYTES, "int32": 4, "int64": 8, "bool": 1}
+ELEMENT_BYTES = {**DTYPE_BYTES, "int8": 1, "int32": 4, "int64": 8, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,13 @@ def often(value: float, low: float, high: float, shape: str) -> Values:
 
 STORAGE = Values()
 FLOAT = Values("fp32")
+HALF = Values("fp16")
 BITS = Values("int32")
 LONG_BITS = Values("int64")
 FLAG = Values("bool")
+CODES = Values("int8")
+#: Of codes; such that what they stand for is of the size of plain test numbers.
+SCALES = between(0.0, 0.03)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,15 @@ class Absent:
 def reads(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
     """An input, its dimensions named in one string."""
     return Buffer(name, tuple(dims.split()), holds=holds, touched=None if touched is None else tuple(touched.split()))
+
+
+def matrix(name: str, dims: str, *, coded: bool, touched: str | None = None) -> tuple[Buffer, Buffer | Absent]:
+    """A matrix and, where it is int8 codes, the scale of each of its rows."""
+    if not coded:
+        return reads(name, dims, touched=touched), Absent("scale")
+    rows = dims.split()[0]
+    scale = reads("scale", rows, SCALES, touched=None if touched is None else touched.split()[0])
+    return reads(name, dims, CODES, touched=touched), scale
 
 
 def pinned(buffer: Buffer) -> Buffer:

@@ -55,6 +55,7 @@ class Extents:
     positions: int = 1024  # of a context, at most
     invariant: bool = False  # rows have the same bits in any company: all parts of contexts have one size
     whole: bool = False  # contexts are not cut at all
+    codes: bool = False  # weights of layers are codes of one byte
 
     @property
     def shared_bytes(self) -> int:
@@ -73,10 +74,9 @@ class Extents:
         most = min(best_warps(self), room // each)
         return next((rows for rows in (MOST_ROWS, 4, 2) if rows <= most), 1)
 
-    @property
-    def tile_inputs(self) -> int:
-        """Inputs of a tile; the device code is checked to have as many."""
-        return 64 // DTYPE_BYTES[self.dtype]
+    def tile_inputs(self, stage: str) -> int:
+        """Inputs of a tile; the device code is checked to have as many. The LM head is never codes alone."""
+        return 64 // (1 if self.codes and stage != "head" else DTYPE_BYTES[self.dtype])
 
     @property
     def screened(self) -> bool:
@@ -115,7 +115,7 @@ class Extents:
 
     def tiles(self, stage: str) -> int:
         """Tiles that a unit of the stage has."""
-        return -(-self.inputs[stage] // self.tile_inputs)
+        return -(-self.inputs[stage] // self.tile_inputs(stage))
 
     @property
     def code_tiles(self) -> int:

@@ -40,6 +40,7 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("plans", "const warpline::BlockPlan*"),
     ("vectors", "const T*"),
     ("lines", "const float*"),
+    ("scales", "const float*"),
     ("head", "const T*"),
     ("wte", "const T*"),
     ("wpe", "const T*"),
@@ -116,7 +117,8 @@ class DecodeProgram:
     def label(self) -> str:
         """For people."""
         e = self.extents
-        return f"decode {e.dtype} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
+        stored = f"{e.dtype} codes" if e.codes else e.dtype
+        return f"decode {stored} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
 
     @property
     def threads(self) -> int:
@@ -155,7 +157,7 @@ class DecodeProgram:
                 *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
                 *(
                     f"    static constexpr bool {name.upper()} = {str(getattr(e, name)).lower()};"
-                    for name in ("logits", "filters", "observed", "screened", "invariant")
+                    for name in ("logits", "filters", "observed", "screened", "invariant", "codes")
                 ),
                 "    struct Arguments {",
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
@@ -163,7 +165,10 @@ class DecodeProgram:
                 "};",
                 f"static_assert(warpline::TILE_OUTPUTS == {UNIT});",
                 f"static_assert(warpline::CODE_OUTPUTS == {CODE_UNIT} && warpline::CODE_INPUTS == {CODE_INPUTS});",
-                f"static_assert(warpline::TileSums<Model::T, {e.rows}>::INPUTS == {e.tile_inputs});",
+                *(
+                    f"static_assert(warpline::TileSums<Model::T, {e.rows}, {codes}>::INPUTS == {e.tile_inputs(stage)});"
+                    for codes, stage in (("false", "head"), ("Model::CODES", "qkv"))
+                ),
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',
                 f"{self.entry}(const __grid_constant__ Model::Arguments arguments) {{",

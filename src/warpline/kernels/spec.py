@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from warpline.errors import ConfigError
 from warpline.hardware import arch_number, arch_supports
-from warpline.kernels.arguments import CUDA_TYPES, Absent, Buffer, Dims, Scalar, extent_of
+from warpline.kernels.arguments import CUDA_TYPES, Absent, Buffer, Dims, Scalar, Values, extent_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,9 @@ class KernelSpec:
     arguments: tuple[Buffer | Scalar | Absent, ...]
     #: The device function, if not called like the op: several ops may be one function with arguments absent.
     function: str | None = None
-    #: Dimensions compiled in, as template constants behind the type.
+    #: Element types behind the storage type that the function is a template of, such as the weights'.
+    types: tuple[Values, ...] = ()
+    #: Dimensions compiled in, as template constants behind the types.
     constants: tuple[str, ...] = ()
     #: Template constants behind those, the same for every variant.
     options: tuple[int, ...] = ()
@@ -52,6 +54,9 @@ class KernelSpec:
     restrict: bool = True
     #: Whether the device function itself calls `await_previous_launch`, because it has something to do before that.
     awaits: bool = False
+    #: Whether what it writes is a weight to the op behind it, which fetches weights as soon as it begins, and so must
+    #: not begin before this one has ended.
+    makes_weights: bool = False
     #: Choices of each tunable; they are the last template constants.
     tunables: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: Which combinations of them exist, for dimensions and dtype.
@@ -239,7 +244,8 @@ class Variant:
         used = [a for a in spec.arguments if not isinstance(a, Scalar) or a in parameters]
         passed = [a.value if isinstance(a, Absent) else a.name for a in used]
         constants = [value for _, value in self.constants] + [*spec.options] + [value for _, value in self.tunables]
-        template = ", ".join([CUDA_TYPES[self.dtype], *map(str, constants)])
+        types = [CUDA_TYPES[self.dtype], *(CUDA_TYPES[holds.element or self.dtype] for holds in spec.types)]
+        template = ", ".join([*types, *map(str, constants)])
         # To promise room for one block lets the compiler spend registers on loads that are under way.
         return "\n".join(
             [

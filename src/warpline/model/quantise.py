@@ -2,7 +2,8 @@
 
 A row is an output of a product, so its scale is one multiplication behind the sum, wherever the sum is computed.
 Matrices are held as [out, in] like all others; whoever reads them finds the scales under the matrix's name and SCALE.
-Vectors and the position embedding stay in float32: they are a thousandth of the bytes.
+Vectors and the position embedding, a thousandth of the bytes, are what activations are: float32 on a CPU, float16 on a
+GPU. Scales are float32 everywhere.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ FILE = "model.int8.safetensors"
 _LARGEST = 127
 #: Rows that are in memory as float32 at once.
 _ROWS = 2048
+#: Activations, and what is no code, beside int8 matrices.
+BESIDE_CODES = {"cpu": torch.float32, "cuda": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A matrix as it is kept: row = codes * scale."""
+class Matrix:
+    """A matrix as it is kept: row = codes * scale, or, without scales, the numbers themselves."""
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,12 +48,14 @@ class Packed:
         """As a tensor's."""
         return self.codes.numel()
 
-    def plain(self) -> Tensor:
-        """In float32."""
-        return self.codes.float() * self.scale[:, None]
+    def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """As numbers."""
+        if self.scale is None:
+            return self.codes.to(dtype)
+        return (self.codes.float() * self.scale[:, None]).to(dtype)
 
 
-def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Packed]]:
+def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Matrix]]:
     """The tensors of such a file: codes with their scales, the rest as it is."""
     waiting: dict[str, Tensor] = {}
     for name, value in source:
@@ -61,7 +66,7 @@ def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor |
             codes, scale = (waiting[matrix], value) if value.dtype != torch.int8 else (value, waiting[matrix])
             if codes.dtype != torch.int8 or codes.dim() != 2 or scale.shape != codes.shape[:1]:
                 raise ModelError(f"{matrix} and its scales do not fit together: export the model again")
-            yield matrix, Packed(codes, scale.float())
+            yield matrix, Matrix(codes, scale.float())
             del waiting[matrix]
         else:
             waiting[matrix] = value
@@ -69,37 +74,50 @@ def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor |
         raise ModelError(f"{next(iter(waiting))} has codes or scales alone: export the model again")
 
 
-def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes (int8) and the scale of each row (float32); the largest of a row is exact."""
-    codes, scale = torch.empty(matrix.shape, dtype=torch.int8), torch.empty(len(matrix))
+def quantise(matrix: Tensor, name: str = "a matrix") -> tuple[Tensor, Tensor]:
+    """The codes (int8) and the scale of each row (float32), where the matrix is; the largest of a row is exact."""
+    codes = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+    scale = torch.empty(len(matrix), device=matrix.device)
     for some, its_scale, _, its_codes in coded(matrix):
         codes[some], scale[some] = its_codes, its_scale
+    if not scale.isfinite().all():
+        raise ModelError(f"{name} holds infinite numbers or NaN, which int8 cannot store: use another dtype")
     return codes, scale
 
 
 def coded(matrix: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Some rows at a time: which, the scale of each, the rows in units of it, and these rounded to codes; float32."""
+    largest = torch.tensor(float(_LARGEST), device=matrix.device)  # a GPU multiplies by the inverse of a mere number
     for first in range(0, len(matrix), _ROWS):
         some = slice(first, first + _ROWS)
         rows = torch.empty(matrix[some].shape, device=matrix.device).copy_(matrix[some])  # however a file has it
-        scale = rows.abs().amax(dim=1) / _LARGEST
+        scale = rows.abs().amax(dim=1) / largest
         rows /= scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         yield some, scale, rows, rows.round().clamp_(-_LARGEST, _LARGEST)
 
 
-def place(tensors: dict[str, Tensor], name: str, value: Tensor | Packed) -> None:
-    """A parameter among int8 weights: codes and scales, or float32."""
-    if isinstance(value, Packed):
-        tensors[name], tensors[name + SCALE] = value.codes.contiguous(), value.scale.contiguous()
+def place(tensors: dict[str, Tensor], name: str, value: Tensor | Matrix, device: torch.device) -> None:
+    """A parameter among int8 weights on `device`: codes and scales, or what activations are."""
+    if isinstance(value, Matrix):
+        assert value.scale is not None
+        tensors[name], tensors[name + SCALE] = (t.to(device).contiguous() for t in (value.codes, value.scale))
     elif is_quantised(name):
-        tensors[name], tensors[name + SCALE] = quantise(value)
+        tensors[name], tensors[name + SCALE] = quantise(value.to(device), name)
     else:
-        tensors[name] = torch.empty(value.shape).copy_(value)
+        tensors[name] = torch.empty(value.shape, dtype=BESIDE_CODES[device.type], device=device).copy_(value)
 
 
 def quantised(weights: Weights) -> Weights:
     """The same model in int8."""
+    if weights.is_quantised:
+        return weights
     tensors: dict[str, Tensor] = {}
     for name, value in weights.tensors.items():
-        place(tensors, name, value)
+        place(tensors, name, value, weights.device)
     return replace(weights, tensors=tensors)
+
+
+def dequantised(weights: Weights, dtype: torch.dtype) -> Weights:
+    """The same model as plain numbers: of int8 weights those that they stand for, as near as `dtype` has them."""
+    names = [name for name in weights.tensors if not name.endswith(SCALE)]
+    return replace(weights, tensors={name: weights.matrix(name).plain(dtype) for name in names})

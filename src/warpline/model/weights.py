@@ -6,7 +6,6 @@ matrices are stored transposed (Conv1D), and some carry buffers that are no para
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import zipfile
@@ -27,7 +26,8 @@ from warpline.config import FAMILY, ModelConfig
 from warpline.errors import ConfigError, DeviceError, ModelError, nearest
 from warpline.model import builtin, parameters
 from warpline.model.builtin import BUILTIN
-from warpline.model.quantise import FILE, Packed, paired, place
+from warpline.model.hub import download
+from warpline.model.quantise import FILE, SCALE, Matrix, paired, place
 from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
@@ -51,6 +51,29 @@ class Weights:
     def head(self) -> str:
         """The module whose matrix makes logits: one of its own, or the embedding."""
         return "lm_head" if "lm_head.weight" in self.tensors else "wte"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether matrices are int8 codes."""
+        return self.tensors["wte.weight"].dtype == torch.int8
+
+    @property
+    def activations(self) -> torch.dtype:
+        """What hidden states are: as vectors, since a matrix may be codes."""
+        return self.tensors["ln_f.weight"].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it is."""
+        return self.tensors["wte.weight"].device
+
+    def room(self, *shape: int) -> Tensor:
+        """Memory for activations."""
+        return torch.empty(shape, dtype=self.activations, device=self.device)
+
+    def matrix(self, name: str) -> Matrix:
+        """A parameter as it is kept."""
+        return Matrix(self.tensors[name], self.tensors.get(name + SCALE))
 
     def form(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Some parameters in another form, made the first time."""
@@ -115,7 +138,7 @@ def _located(model: str) -> Path:
         return path
     if path.suffix in (".safetensors", ".bin") or model.startswith((".", "/", "~")):
         raise ModelError(f"there is no file or folder '{model}': check the path")
-    return _download(model)
+    return download(model)
 
 
 @contextmanager
@@ -215,7 +238,7 @@ def _from_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     pickled = folder / "pytorch_model.bin"
-    source: Iterator[tuple[str, Tensor | Packed]]
+    source: Iterator[tuple[str, Tensor | Matrix]]
     if raw.get("quantization_config") is not None:
         raise ModelError(f"{folder} holds weights of a quantisation that is not read here: use plain ones")
     if (folder / FILE).exists():
@@ -295,7 +318,7 @@ def _pickled(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _collect(
-    source: Iterator[tuple[str, Tensor | Packed]],
+    source: Iterator[tuple[str, Tensor | Matrix]],
     config: ModelConfig,
     where: str,
     device: torch.device,
@@ -315,11 +338,11 @@ def _collect(
                 problems.append(f"unknown tensor {stored_name}")
                 continue
             seen.add(name)
-            transposed = name.endswith(parameters.CONV1D) and not isinstance(stored, Packed)
+            transposed = name.endswith(parameters.CONV1D) and not isinstance(stored, Matrix)
             expected = shapes[name][::-1] if transposed else shapes[name]
             if tuple(stored.shape) != expected:
                 problems.append(f"{stored_name} is {_shape(stored.shape)}, expected {_shape(expected)}")
-            elif isinstance(stored, Packed):
+            elif isinstance(stored, Matrix):
                 _place(tensors, name, stored, device, dtype)
             elif not stored.is_floating_point():
                 problems.append(f"{stored_name} is {stored.dtype}, not floating point")
@@ -334,14 +357,14 @@ def _collect(
 
 
 def _place(
-    tensors: dict[str, Tensor], name: str, value: Tensor | Packed, device: torch.device, dtype: torch.dtype
+    tensors: dict[str, Tensor], name: str, value: Tensor | Matrix, device: torch.device, dtype: torch.dtype
 ) -> None:
     """One fresh, contiguous tensor, whatever the layout, dtype or mapping was; of a matrix in int8 codes and scales."""
     if dtype != torch.int8:
-        plain = value.plain() if isinstance(value, Packed) else value
+        plain = value.plain() if isinstance(value, Matrix) else value
         tensors[name] = torch.empty(plain.shape, device=device, dtype=dtype).copy_(plain)
     else:
-        place(tensors, name, value)
+        place(tensors, name, value, device)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -356,32 +379,3 @@ def checkpoint(weights: Weights) -> dict[str, Tensor]:
         prefix = "" if name.startswith("lm_head.") else "transformer."
         result[prefix + name] = stored.contiguous()
     return result
-
-
-# --- hub ------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache  # asked for by everyone who wants the config, the dtype or the weights
-def _download(model: str) -> Path:
-    repo = FAMILY[model][0] if model in FAMILY else model
-    if model not in FAMILY and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        names = (*BUILTIN, *FAMILY)
-        raise ModelError(
-            f"unknown model '{model}'{nearest(model, names)}: give a folder, a .safetensors file, a hub id "
-            f"(owner/name), random:gpt2, or one of {', '.join(names)}"
-        )
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise ModelError(f"downloading '{model}' needs the hub extra: pip install 'warpline[hub]'") from None
-    files = ["*.json", "*.jinja", "*.safetensors"]
-    try:
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
-        if not any(folder.glob("*.safetensors")):  # older repositories; not fetched where both are offered
-            folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files, "pytorch_model.bin"]))
-        return folder
-    except Exception as error:  # the client raises its HTTP library's exceptions as well as its own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"cannot download '{repo}' ({reason.rstrip('.')}): check the name and the network, or give a local folder"
-        ) from error

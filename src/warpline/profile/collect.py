@@ -20,7 +20,7 @@ from warpline import hardware
 from warpline.bench import methods
 from warpline.bench.figures import Times
 from warpline.bench.methods.base import Method
-from warpline.bench.methods.names import CHOSEN
+from warpline.bench.methods.names import CHOSEN, INT8
 from warpline.bench.protocol import Sample, interleave
 from warpline.bench.run import Bench, tidy
 from warpline.bench.workloads import Case, Settings
@@ -85,7 +85,7 @@ class Wish:
             workload="profile",
             kind="generate",
             model=self.model,
-            dtype="fp32" if self.dtype == "int8" else self.dtype,
+            dtype=("fp32" if self.device == "cpu" else "fp16") if self.dtype == "int8" else self.dtype,
             batch=self.batch,
             prompt=self.context,
             new=new,
@@ -98,7 +98,7 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
     kind, device, case = methods.find(wish.method), torch.device(wish.device), wish.case
     bench = bench or Bench(Settings(wish.device))
     if reason_against(kind) is None and (kind.stored == "int8") != (wish.dtype == "int8"):
-        raise ConfigError(f"{wish.method} has no {wish.dtype}: weights in int8 are those of cpu --dtype int8 alone")
+        raise ConfigError(f"{wish.method} has no {wish.dtype}: weights in int8 are those of {', '.join(INT8)}")
     for reason in (reason_against(kind), kind.obstacle(case, device), case.obstacle(read_config(case.model))):
         if reason is not None:
             raise ConfigError(f"{wish.method} cannot be profiled here: {reason}")

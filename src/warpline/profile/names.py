@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from warpline.kernels.catalog.products import CODED
 from warpline.model import parameters as p
 from warpline.profile.session import ModulePath
 
@@ -88,15 +89,18 @@ _PRODUCTS = {
     "wte": p.LM_HEAD,
     "padded_head": p.LM_HEAD,
 }
+#: What a module's matrix may be called behind its name.
+_MATRIX_PARTS = ("weight", "tiles", "expanded")
 _NORMS = {"ln_1": p.LN_1, "ln_2": p.LN_2, "ln_f": p.LN_F}
 
 
 def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath:
     """Where an op of the catalog stands, by its name and the parameters that it reads. A LayerNorm that is done behind
     a residual is the next module's, but its kernel runs with the residual and is counted there."""
+    op = op.removesuffix(CODED)
     if op in _BY_OP:
         return fused(0 if op == "row_statistics" else layer, *_BY_OP[op])
-    matrices = [module for module, _, part in (n.rpartition(".") for n in parameters) if part in ("weight", "tiles")]
+    matrices = [module for module, _, part in (n.rpartition(".") for n in parameters) if part in _MATRIX_PARTS]
     modules = [module for name in matrices for module in name.split("+")]  # forms.standard_name
     if found := [m for m in modules if m.startswith("h.")]:
         layer = int(found[0].split(".")[1]) if layer is None else layer

@@ -14,6 +14,7 @@ METHODS = {
     "cpu-int8": "ours:OnCpuInt8",
     "kernels": "ours:OnKernels",
     "graph": "ours:OnGraph",
+    "graph-int8": "ours:OnGraphInt8",
     "persistent": "ours:OnPersistent",
     "hf-eager": "hf:Eager",
     "hf-sdpa": "hf:Sdpa",
@@ -29,10 +30,10 @@ METHODS = {
 #: What a user calls, and what all are compared with where it was measured.
 HEADLINE, BASELINE = "warpline", "naive"
 #: Those with int8 weights; `--dtype int8` means them.
-INT8 = ("warpline-int8", "cpu-int8", "ctranslate2-int8")
+INT8 = ("warpline-int8", "cpu-int8", "graph-int8", "ctranslate2-int8")
 #: The model as one writes it first: what others are compared with, and no peer of theirs.
 NAIVE = ("naive", "naive-compile")
 #: What `auto` chooses, and the public call, which is on it.
-CHOSEN = ("warpline", "warpline-int8", "cpu", "cpu-int8", "persistent", "graph")
+CHOSEN = ("warpline", "warpline-int8", "cpu", "cpu-int8", "persistent", "graph", "graph-int8")
 #: Those that are ours to be proud of, or not.
-OURS = ("warpline", "warpline-int8", "torch", "torch-compile", "cpu", "cpu-int8", "kernels", "graph", "persistent")
+OURS = (*CHOSEN, "torch", "torch-compile", "kernels")

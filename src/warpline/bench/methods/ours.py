@@ -101,16 +101,20 @@ class OnLLM(FromHost):
         del self._llm
 
 
-class OnLLMInt8(OnLLM):
-    """The same with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
+class InInt8(Method):
+    """A method with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
 
-    title = "warpline (LLM.generate), int8 weights"
-    devices = ("cpu",)
     exact = False
     stored = "int8"
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(_in_int8(weights), replace(case, dtype=self.stored), device)
+        super().__init__(quantised(weights), replace(case, dtype="int8"), device)
+
+
+class OnLLMInt8(InInt8, OnLLM):
+    """The same with int8 weights."""
+
+    title = "warpline (LLM.generate), int8 weights"
 
 
 class Naive(Method):
@@ -310,15 +314,10 @@ class OnCpu(OnExecutor):
         return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened)
 
 
-class OnCpuInt8(OnCpu):
-    """The same with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
+class OnCpuInt8(InInt8, OnCpu):
+    """The same with int8 weights."""
 
     title = "warpline cpu executor, int8 weights"
-    exact = False
-    stored = "int8"
-
-    def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(_in_int8(weights), replace(case, dtype=self.stored), device)
 
 
 class OnKernels(OnExecutor):
@@ -336,6 +335,12 @@ class OnGraph(OnKernels):
     warm_up = 3  # a prompt of some length is captured when it comes for the second time
     title = "warpline graph executor"
     executor = "graph"
+
+
+class OnGraphInt8(InInt8, OnGraph):
+    """The same with int8 weights."""
+
+    title = "warpline graph executor, int8 weights"
 
 
 class OnPersistent(OnExecutor):
@@ -390,7 +395,3 @@ def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> I
 def _parts(method: Method, watcher: Watcher) -> AbstractContextManager[object]:
     """The readable model's own names; compiled code has none."""
     return ExitStack() if method.compiled else observed(watcher.part)
-
-
-def _in_int8(weights: Weights) -> Weights:
-    return weights if weights.tensors["wte.weight"].dtype == torch.int8 else quantised(weights)

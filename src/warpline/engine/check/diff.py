@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpline.config import ROUNDING, SamplingParams
+from warpline.config import KV_DTYPES, ROUNDING, SamplingParams
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.schedule import order
 from warpline.engine.request import Request, Span
@@ -115,6 +115,6 @@ def _worst(found: Tensor, expected: Tensor, layer: int, dtype: str) -> tuple[int
     """The row furthest beyond what rounding allows by that layer: itself, its error, what is allowed, its size."""
     error = (found.double() - expected.double()).abs().nan_to_num(torch.inf).flatten(1).amax(dim=1)
     size = expected.double().abs().flatten(1).amax(dim=1)
-    allowed = _SLACK * ROUNDING[dtype] * (_PER_LAYER * (layer + 1)) ** 0.5 * size
+    allowed = _SLACK * ROUNDING[KV_DTYPES[dtype]] * (_PER_LAYER * (layer + 1)) ** 0.5 * size
     row = int((error / allowed.clamp(min=1e-30)).argmax())
     return (row, float(error[row]), float(allowed[row]), float(size[row])) if error[row] > allowed[row] else None

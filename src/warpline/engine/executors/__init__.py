@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from warpline.config import ACTIVATIONS, EngineConfig, ModelConfig
+from warpline.config import ACTIVATIONS, KV_DTYPES, EngineConfig, ModelConfig
 from warpline.engine.executors.base import Executor
 from warpline.errors import ConfigError, KernelError
 from warpline.hardware import ARCH_LIMITS
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
     """Resolve "auto" where nothing is left to choose: a CPU has an executor of its own, and on some GPUs only torch
     runs, which is slow and therefore a warning."""
-    if dtype == "int8" and device.type == "cuda":
-        raise ConfigError("int8 weights run on a CPU so far: use --device cpu, or --dtype fp16 on the GPU")
     if name != "auto":
         return name
     if device.type != "cuda":
@@ -62,7 +60,7 @@ def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> 
     except KernelError as error:
         return str(error)
     dims = {"batch": 1, "heads": config.n_head, "queries": 64, "keys": 64, "depth": config.head_size}
-    needed = Variant.of(find("flash_attention"), dtype, dims, arch).launch(dims).shared_bytes
+    needed = Variant.of(find("flash_attention"), KV_DTYPES[dtype], dims, arch).launch(dims).shared_bytes
     if needed > ARCH_LIMITS[arch].block_shared_bytes:
         return f"heads of {config.head_size} need {needed:,} bytes of shared memory, which this GPU does not have"
     return None
@@ -72,7 +70,8 @@ def _kind(name: str, dtype: str) -> type[Executor]:
     module, _, attribute = EXECUTORS[name].partition(":")
     kind: type[Executor] = getattr(importlib.import_module(module), attribute)
     if dtype not in kind.dtypes:
-        raise ConfigError(f"the {name} executor has no {dtype}: use one of {', '.join(kind.dtypes)}, or --executor cpu")
+        known = ", ".join(kind.dtypes)
+        raise ConfigError(f"the {name} executor has no {dtype}: use one of {known}, or --executor auto")
     return kind
 
 

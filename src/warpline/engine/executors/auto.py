@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from warpline.config import EngineConfig
+from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.engine.executors.base import Executor, Mark
 from warpline.engine.executors.graph.executor import GraphExecutor
 from warpline.engine.executors.graph.schedule import Step
@@ -28,6 +28,7 @@ class AutoExecutor(Executor):
     """Chooses by the number of lanes, and says once what it has to choose from."""
 
     name = "auto"
+    dtypes = tuple(WEIGHT_BYTES)
     chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True

@@ -55,6 +55,8 @@ class Executor(ABC):
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         self.config, self.device, self.dtype = weights.config, device, dtype
+        #: What keys and values are kept in.
+        self.cached = TORCH_DTYPES[KV_DTYPES[dtype]]
         self._mark: Mark | None = None
 
     @classmethod  # noqa: B027 - most have nothing to begin
@@ -75,8 +77,7 @@ class Executor(ABC):
 
     def allocate(self, count: int, capacity: int) -> Slots:
         """Slots for so many sequences of so many positions."""
-        dtype = TORCH_DTYPES[KV_DTYPES[self.dtype]]
-        return Slots(self.config, count, capacity, device=self.device, dtype=dtype, native=self.native)
+        return Slots(self.config, count, capacity, device=self.device, dtype=self.cached, native=self.native)
 
     def prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
         """Run parts of prompts, and append the first token of every lane that they name."""

@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from warpline.config import WEIGHT_BYTES
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.sampling import advance
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
 from warpline.model.gpt2 import GPT2, Block
+from warpline.model.quantise import dequantised
 from warpline.model.weights import Weights
 
 
 class TorchExecutor(Executor):
-    """Runs `GPT2` as it stands."""
+    """Runs `GPT2` as it stands; of int8 weights with the numbers that they stand for."""
 
     name = "torch"
+    dtypes = tuple(WEIGHT_BYTES)
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
@@ -29,8 +32,10 @@ class TorchExecutor(Executor):
             self.chunk, self.most_steps = 8, 64
         with torch.device("meta"):
             self.model = GPT2(weights.config)
-        self.model.load_state_dict(weights.tensors, assign=True)
+        plain = dequantised(weights, weights.activations) if weights.is_quantised else weights
+        self.model.load_state_dict(plain.tensors, assign=True)
         self.model.requires_grad_(False).eval()
+        self.cached = weights.activations  # torch attends to nothing else
 
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:

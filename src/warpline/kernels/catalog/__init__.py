@@ -10,8 +10,9 @@ CATALOG: dict[str, KernelSpec] = {
     spec.name: spec
     for spec in (
         rows.EMBEDDING,
-        rows.NEWEST_EMBEDDING,
-        rows.PROMPT_EMBEDDING,
+        *rows.NEWEST_EMBEDDINGS,
+        *rows.PROMPT_EMBEDDINGS,
+        rows.EXPAND,
         rows.LAYERNORM,
         rows.RESIDUAL_LAYERNORM,
         rows.LAST_ROWS,
@@ -27,7 +28,7 @@ CATALOG: dict[str, KernelSpec] = {
         prompts.PROMPT_ATTENTION,
         attention.DECODE_ATTENTION,
         attention.APPEND_ATTENTION,
-        tokens.HEAD_ARGMAX,
+        *tokens.HEAD_ARGMAXES,
         tokens.SAMPLE,
         state.APPEND_TOKEN,
         state.ADMIT,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
 from warpline.hardware import ARCH_LIMITS, arch_number
-from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar, reads, writes
+from warpline.kernels.arguments import CODES, STORAGE, Absent, Buffer, Dims, Scalar, matrix, reads, writes
 from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
@@ -17,7 +18,19 @@ if TYPE_CHECKING:
 MOST_MATVEC_ROWS = 8
 
 
-def _reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callable[..., tuple[Tensor, ...]]:
+#: What the name of an op ends in whose weights are int8 codes, and which dtypes it computes in.
+CODED, CODED_DTYPES = "_int8", ("fp16", "bf16")
+
+
+def weights_of(left: Iterator[Tensor], like: Tensor, *, coded: bool) -> Tensor:
+    """The next matrix of an op's inputs, as numbers of the type of `like`."""
+    weight = next(left)
+    return weight.to(like.dtype) * next(left).to(like.dtype)[:, None] if coded else weight
+
+
+def _reference(
+    *, norm: bool, bias: bool, gelu: bool, residual: bool, coded: bool = False
+) -> Callable[..., tuple[Tensor, ...]]:
     """The product in torch, with what is fused with it."""
 
     def reference(*inputs: Tensor, epsilon: float = 0.0) -> tuple[Tensor, ...]:
@@ -27,7 +40,8 @@ def _reference(*, norm: bool, bias: bool, gelu: bool, residual: bool) -> Callabl
         x = next(left)
         if norm:
             x = F.layer_norm(x, x.shape[-1:], next(left), next(left), epsilon)
-        y = F.linear(x, next(left), next(left) if bias else None)
+        weight = weights_of(left, x, coded=coded)
+        y = F.linear(x, weight, next(left) if bias else None)
         if gelu:
             y = F.gelu(y, approximate="tanh")
         return (y + next(left) if residual else y,)
@@ -69,49 +83,60 @@ def product_flops(dims: Dims) -> int:
 
 # --- one to eight rows ------------------------------------------------------------------------------------------------
 
-_MATVEC_TUNABLES = {"warps": (8, 4), "sharers": (1, 2, 4, 8), "outputs_each": (1, 2, 4, 16), "unroll": (4, 2, 8)}
+_MATVEC_TUNABLES = {"warps": (8, 4), "sharers": (1, 2, 4, 8), "outputs_each": (1, 2, 4, 8, 16), "unroll": (4, 2, 8)}
+#: Outputs to a warp that are for tensor cores.
+_TILES = (8, 16)
+#: Tiles of 16 outputs are for so many outputs on: of fewer, twice as many tiles of 8 keep more of a GPU reading.
+_LEAST_FOR_SIXTEEN = 16384
 
 
-def on_tensor_cores(dims: Dims, dtype: str) -> bool:
-    """Whether a product of a few rows is one for tensor cores: one row would leave them mostly idle."""
-    return dims["rows"] > 1 and dtype != "fp32" and dims["inputs"] % 8 == 0
+def _fits_tensor_cores(dims: Dims, dtype: str, *, coded: bool) -> bool:
+    """Whether rows are whole vectors of 16 bytes of weights, in a type that tensor cores multiply."""
+    return dtype != "fp32" and dims["inputs"] % (16 if coded else 8) == 0
 
 
-def _matvec_defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
-    """What sweeps on an H200 found best in a chain of overlapping launches, put into rules."""
-
-    def defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-        rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
-
-        def sharers(wanted: int, least: int) -> int:
-            """Until there are `wanted` outputs times sharers, or fewer than `least` inputs for each of them."""
-            return next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
-
-        if on_tensor_cores(dims, dtype):
-            if not norm and max(outputs, inputs) <= 1024:
-                return {"warps": 8, "sharers": 8, "outputs_each": 16, "unroll": 2}
-            n = sharers(65536, 256)
-            # Everything at once where it fits into a warp's registers.
-            return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
-        if rows > 4:
-            return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
-        if rows == 1 and norm and outputs <= 4096:  # few blocks, since each normalises x for itself
-            return {"warps": 8, "sharers": 4 if dtype == "fp32" else 1, "outputs_each": 4, "unroll": 4}
-        if rows == 1 and not norm and dtype != "fp32":
-            if outputs < 1024 and inputs >= 2048:
-                return {"warps": 8, "sharers": 4, "outputs_each": 1, "unroll": 2}
-            return {"warps": 4, "sharers": 1, "outputs_each": 1, "unroll": 8}
-        return {"warps": 8, "sharers": sharers(2048, 512), "outputs_each": 2 if rows > 2 else 1, "unroll": 4}
-
-    return defaults
+def on_tensor_cores(dims: Dims, dtype: str, *, coded: bool) -> bool:
+    """Whether a product of a few rows is one for tensor cores. One row leaves them mostly idle; but codes are converted
+    in pairs there, with fewer instructions than one by one."""
+    return (coded or dims["rows"] > 1) and _fits_tensor_cores(dims, dtype, coded=coded)
 
 
-def matvec_allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
-    """Sixteen outputs to a warp are for tensor cores; in ordinary arithmetic a lane ends with one sum at most."""
+def _matvec_defaults(dims: Dims, dtype: str, *, norm: bool, coded: bool) -> Tunables:
+    """Few outputs are shared by several warps, so that there are enough of them to fill a GPU. For plain weights it is
+    what sweeps on an H200 found best in a chain of overlapping launches, put into rules."""
+    rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
+
+    def sharers(wanted: int, least: int) -> int:
+        """Until there are `wanted` outputs times sharers, or fewer than `least` inputs for each of them."""
+        return next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
+
+    if on_tensor_cores(dims, dtype, coded=coded):
+        if coded:
+            n, each = sharers(65536, 128), 16 if outputs >= _LEAST_FOR_SIXTEEN else 8
+            long = inputs > 256 * n and each == 8 and rows <= 4  # and there are registers for it
+            return {"warps": 8, "sharers": n, "outputs_each": each, "unroll": 8 if long else 4}
+        if not norm and max(outputs, inputs) <= 1024:
+            return {"warps": 8, "sharers": 8, "outputs_each": 16, "unroll": 2}
+        n = sharers(65536, 256)
+        # Everything at once where it fits into a warp's registers.
+        return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
+    if rows > 4:
+        return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
+    if rows == 1 and norm and outputs <= 4096 and not coded:  # few blocks, since each normalises x for itself
+        return {"warps": 8, "sharers": 4 if dtype == "fp32" else 1, "outputs_each": 4, "unroll": 4}
+    if rows == 1 and not norm and dtype != "fp32" and not coded:
+        if outputs < 1024 and inputs >= 2048:
+            return {"warps": 8, "sharers": 4, "outputs_each": 1, "unroll": 2}
+        return {"warps": 4, "sharers": 1, "outputs_each": 1, "unroll": 8}
+    return {"warps": 8, "sharers": sharers(2048, 512), "outputs_each": 2 if rows > 2 else 1, "unroll": 4}
+
+
+def matvec_allows(dims: Dims, tunables: Tunables, dtype: str, *, coded: bool) -> bool:
+    """Tiles of outputs are for tensor cores; in ordinary arithmetic a lane ends with one sum at most."""
     each, rows = tunables["outputs_each"], 1 << (dims["rows"] - 1).bit_length()
     if tunables.get("sharers", 1) > tunables["warps"]:
         return False
-    return dtype != "fp32" and dims["inputs"] % 8 == 0 if each == 16 else each * rows <= THREADS_PER_WARP
+    return _fits_tensor_cores(dims, dtype, coded=coded) if each in _TILES else each * rows <= THREADS_PER_WARP
 
 
 def row_pitch(inputs: int) -> int:
@@ -133,14 +158,16 @@ def shapes(listed: list[tuple[int, int, int]]) -> tuple[Dims, ...]:
     return tuple({"rows": rows, "outputs": outputs, "inputs": inputs} for rows, outputs, inputs in listed)
 
 
+#: Of codes rows may be whole vectors for x and not for them, or less than all lanes' of a warp.
+_CODED = [(3, 100, 72), (1, 50, 16), (5, 33, 48), (1, 1600, 1600), (8, 2000, 80)]
 _ODD = [(2, n, n) for n in (1, 2, 3, 63, 65, 127, 129, 1023)] + [(3, 1024, 64), (1, 128, 1024)]
 
 
-def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, gelu: bool = False,
+def _matvec(name: str, summary: str, *, coded: bool, norm: bool = False, bias: bool = False, gelu: bool = False,
             residual: bool = False, bench: list[tuple[int, int, int]]) -> KernelSpec:  # fmt: skip
     return KernelSpec(
-        name=name,
-        summary=summary,
+        name=name + CODED * coded,
+        summary=summary + ", of int8 weights" * coded,
         header="ops/matvec.cuh",
         awaits=True,
         function="matvec",
@@ -148,35 +175,49 @@ def _matvec(name: str, summary: str, *, norm: bool = False, bias: bool = False, 
             reads("x", "rows inputs"),
             _optional(norm, "gamma", "inputs"),
             _optional(norm, "beta", "inputs"),
-            reads("weight", "outputs inputs"),
+            *matrix("weight", "outputs inputs", coded=coded),
             _optional(bias, "bias", "outputs"),
             _optional(residual, "residual", "rows outputs"),
             writes("y", "rows outputs"),
             Scalar("epsilon", 1e-5) if norm else Absent("epsilon", "0.f"),
         ),
+        types=(CODES if coded else STORAGE,),
         constants=("outputs", "inputs", "rows"),
         options=(int(gelu),),
         tunables=_MATVEC_TUNABLES,
-        allows=matvec_allows,
-        default=_matvec_defaults(norm),
+        allows=partial(matvec_allows, coded=coded),
+        default=lambda dims, dtype, _arch: _matvec_defaults(dims, dtype, norm=norm, coded=coded),
         launch=_matvec_launch(norm),
         flops=product_flops,
-        reference=_reference(norm=norm, bias=bias, gelu=gelu, residual=residual),
-        test_dims=shapes([*((rows, 768, 768) for rows in range(1, MOST_MATVEC_ROWS + 1)), (8, 192, 3072), *_ODD]),
+        reference=_reference(norm=norm, bias=bias, gelu=gelu, residual=residual, coded=coded),
+        dtypes=CODED_DTYPES if coded else tuple(DTYPE_BYTES),
+        test_dims=shapes(
+            [
+                *((rows, 768, 768) for rows in range(1, MOST_MATVEC_ROWS + 1)),
+                (8, 192, 3072),
+                *_ODD,
+                *(_CODED if coded else ()),
+            ]
+        ),
         bench_dims=shapes(bench),
     )
 
 
+def _with_coded(name: str, summary: str, **options: Any) -> tuple[KernelSpec, KernelSpec]:
+    """The op, and the same with int8 weights."""
+    return _matvec(name, summary, coded=False, **options), _matvec(name, summary, coded=True, **options)
+
+
 MATVECS = (
-    _matvec("matvec", "matrix times 1 to 8 rows", bench=[(1, 50257, 768), (8, 50257, 768), (1, 50257, 1600)]),
-    _matvec(
+    *_with_coded("matvec", "matrix times 1 to 8 rows", bench=[(1, 50257, 768), (8, 50257, 768), (1, 50257, 1600)]),
+    *_with_coded(
         "layernorm_matvec_bias",
         "LayerNorm, matrix times 1 to 8 rows, bias",
         norm=True,
         bias=True,
         bench=[(1, 2304, 768), (8, 2304, 768), (1, 4800, 1600)],
     ),
-    _matvec(
+    *_with_coded(
         "layernorm_matvec_bias_gelu",
         "LayerNorm, matrix times 1 to 8 rows, bias, GELU",
         norm=True,
@@ -184,7 +225,7 @@ MATVECS = (
         gelu=True,
         bench=[(1, 3072, 768), (8, 3072, 768), (1, 6400, 1600)],
     ),
-    _matvec(
+    *_with_coded(
         "matvec_bias_residual",
         "matrix times 1 to 8 rows, bias, residual",
         bias=True,

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from warpline.config import DTYPE_BYTES
-from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar, count_of, distinct, index_into, reads, writes
+from warpline.kernels.arguments import (
+    CODES,
+    HALF,
+    SCALES,
+    STORAGE,
+    Absent,
+    Buffer,
+    Dims,
+    Scalar,
+    count_of,
+    distinct,
+    index_into,
+    matrix,
+    reads,
+    writes,
+)
+from warpline.kernels.catalog.products import CODED, CODED_DTYPES
 from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
@@ -51,12 +68,18 @@ def _softmax(x: Tensor) -> tuple[Tensor, ...]:
     return (x.softmax(dim=-1),)
 
 
-def _newest(tokens: Tensor, length: Tensor, lanes: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
-    return _prompts(tokens, lanes, length[lanes] - 1, wte, wpe)
+def _newest(tokens: Tensor, length: Tensor, lanes: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
+    return _prompts(tokens, lanes, length[lanes] - 1, *matrices)
 
 
-def _prompts(tokens: Tensor, row_slots: Tensor, row_positions: Tensor, wte: Tensor, wpe: Tensor) -> tuple[Tensor, ...]:
-    return _embedding(tokens[row_slots, row_positions], row_positions, wte, wpe)
+def _prompts(tokens: Tensor, row_slots: Tensor, row_positions: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
+    ids, (wte, *scale, wpe) = tokens[row_slots, row_positions], matrices
+    token = wte[ids].to(wpe.dtype) * scale[0][ids, None].to(wpe.dtype) if scale else wte[ids]
+    return (token + wpe[row_positions],)
+
+
+def _expand(codes: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return (codes * scale[:, None],)
 
 
 def _last(x: Tensor, residual: Tensor, last: Tensor) -> tuple[Tensor, ...]:
@@ -228,51 +251,88 @@ EMBEDDING = _row_op(
     bench_dims=_bench(768, vocab=50257, places=1024),
 )
 
-NEWEST_EMBEDDING = _row_op(
-    name="newest_embedding",
-    summary="token plus position embedding of the newest token of each lane's slot",
-    header="ops/embedding.cuh",
-    arguments=(
-        reads("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
-        reads("length", "slots", count_of("places"), touched="rows"),
-        reads("lanes", "rows", distinct("rows", "slots")),
-        reads("wte", "vocab columns", touched="rows columns"),
-        reads("wpe", "places columns", touched="rows columns"),
-        writes("y", "rows columns"),
-        Scalar("rows"),
-        Scalar("capacity"),
-    ),
-    flops=lambda dims: dims["rows"] * dims["columns"],
-    reference=_newest,
-    default=_embedding_defaults,
-    test_dims=_tests(1600, vocab=50, places=33, capacity=40, slots=130),
-    bench_dims=tuple(
-        {"rows": rows, "columns": 768, "vocab": 50257, "places": 1024, "capacity": 1024, "slots": rows + 1}
-        for rows in (1, 8, 64, 256)
-    ),
+
+def _embedding_of_slots(
+    name: str, summary: str, rows: tuple[Buffer, ...], *, coded: bool, reference: Callable[..., tuple[Tensor, ...]],
+    tests: tuple[Dims, ...], bench: tuple[Dims, ...],
+) -> KernelSpec:  # fmt: skip
+    """Of tokens that slots hold; `rows` says which."""
+    return _row_op(
+        name=name + CODED * coded,
+        summary=summary + ", of int8 weights" * coded,
+        header="ops/embedding.cuh",
+        function=name,
+        arguments=(
+            reads("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
+            *rows,
+            *matrix("wte", "vocab columns", coded=coded, touched="rows columns"),
+            reads("wpe", "places columns", touched="rows columns"),
+            writes("y", "rows columns"),
+            Scalar("rows"),
+            Scalar("capacity"),
+        ),
+        types=(CODES if coded else STORAGE,),
+        flops=lambda dims: dims["rows"] * dims["columns"],
+        reference=reference,
+        default=_embedding_defaults,
+        dtypes=CODED_DTYPES if coded else tuple(DTYPE_BYTES),
+        test_dims=tests,
+        bench_dims=bench,
+    )
+
+
+NEWEST_EMBEDDINGS = tuple(
+    _embedding_of_slots(
+        "newest_embedding",
+        "token plus position embedding of the newest token of each lane's slot",
+        (
+            reads("length", "slots", count_of("places"), touched="rows"),
+            reads("lanes", "rows", distinct("rows", "slots")),
+        ),
+        coded=coded,
+        reference=_newest,
+        tests=_tests(1600, vocab=50, places=33, capacity=40, slots=130),
+        bench=tuple(
+            {"rows": rows, "columns": 768, "vocab": 50257, "places": 1024, "capacity": 1024, "slots": rows + 1}
+            for rows in (1, 8, 64, 256)
+        ),
+    )
+    for coded in (False, True)
 )
 
-PROMPT_EMBEDDING = _row_op(
-    name="prompt_embedding",
-    summary="token plus position embedding of packed prompts: of any positions of any slots",
-    header="ops/embedding.cuh",
+PROMPT_EMBEDDINGS = tuple(
+    _embedding_of_slots(
+        "prompt_embedding",
+        "token plus position embedding of packed prompts: of any positions of any slots",
+        (reads("row_slots", "rows", index_into("slots")), reads("row_positions", "rows", index_into("capacity"))),
+        coded=coded,
+        reference=_prompts,
+        tests=_tests(1600, vocab=50, places=43, capacity=40, slots=5),
+        bench=tuple(
+            {"rows": rows, "columns": 768, "vocab": 50257, "places": 1024, "capacity": 1024, "slots": 17}
+            for rows in (128, 1024, 16384)
+        ),
+    )
+    for coded in (False, True)
+)
+
+EXPAND = _flat_op(
+    name="expand",
+    summary="int8 weights as plain numbers, for products of many rows",
+    header="ops/expand.cuh",
+    makes_weights=True,
     arguments=(
-        reads("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
-        reads("row_slots", "rows", index_into("slots")),
-        reads("row_positions", "rows", index_into("capacity")),
-        reads("wte", "vocab columns", touched="rows columns"),
-        reads("wpe", "places columns", touched="rows columns"),
-        writes("y", "rows columns"),
+        reads("codes", "rows columns", CODES),
+        reads("scale", "rows", SCALES),
+        writes("y", "rows columns", HALF),
         Scalar("rows"),
-        Scalar("capacity"),
     ),
     flops=lambda dims: dims["rows"] * dims["columns"],
-    reference=_prompts,
-    default=_embedding_defaults,
-    test_dims=_tests(1600, vocab=50, places=43, capacity=40, slots=5),
+    reference=_expand,
+    dtypes=("fp16",),  # what activations are beside codes
+    test_dims=_tests(1600, 6400),
     bench_dims=tuple(
-        {"rows": rows, "columns": 768, "vocab": 50257, "places": 1024, "capacity": 1024, "slots": 17}
-        for rows in (128, 1024, 16384)
+        {"rows": rows, "columns": columns} for rows, columns in ((2304, 768), (50257, 768), (6400, 1600), (1600, 6400))
     ),
 )
 

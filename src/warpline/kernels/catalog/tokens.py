@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from warpline.config import DTYPE_BYTES
 from warpline.kernels.arguments import (
     BITS,
+    CODES,
     FLAG,
     FLOAT,
     LONG_BITS,
+    STORAGE,
     Dims,
     Scalar,
     between,
     count_of,
     distinct,
     index_into,
+    matrix,
     often,
     reads,
     scratch,
     writes,
 )
-from warpline.kernels.catalog.products import matvec_allows, on_tensor_cores, row_pitch
+from warpline.kernels.catalog.products import (
+    CODED,
+    CODED_DTYPES,
+    matvec_allows,
+    on_tensor_cores,
+    row_pitch,
+    weights_of,
+)
 from warpline.kernels.noise import gumbel
 from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 
@@ -29,14 +40,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _logits(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _logits(x: Tensor, gamma: Tensor, beta: Tensor, *head: Tensor, epsilon: float) -> Tensor:
+    """Of a head that is numbers, or codes and scales."""
     from torch.nn import functional as F
 
+    weight = weights_of(iter(head), x, coded=len(head) > 1)
     return F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, epsilon), weight)
 
 
-def _likeliest(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, ...]:
-    best = _logits(x, gamma, beta, weight, epsilon).max(dim=-1)
+def _likeliest(*inputs: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+    best = _logits(*inputs, epsilon=epsilon).max(dim=-1)
     return best.indices, best.values
 
 
@@ -46,10 +59,13 @@ def _head_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
     return Launch(-(-dims["outputs"] // per_block), tunables["warps"] * THREADS_PER_WARP, shared)
 
 
-def _head_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
+def _head_defaults(dims: Dims, dtype: str, *, coded: bool) -> Tunables:
     """Long-lived blocks, a few for each SM of a large GPU: each has to normalise the rows for itself first."""
     narrow = dims["inputs"] * DTYPE_BYTES[dtype] <= 2048
-    each, unroll, repeat = (16, 2, 3) if on_tensor_cores(dims, dtype) else (1 if narrow else 2, 4, 12)
+    if on_tensor_cores(dims, dtype, coded=coded):
+        each, unroll, repeat = 16, 4 if coded else 2, 3
+    else:
+        each, unroll, repeat = 1 if narrow else 2, 4, 12
     return {"warps": 8, "outputs_each": each, "unroll": unroll, "repeat": repeat if dims["outputs"] > 16384 else 1}
 
 
@@ -57,37 +73,50 @@ def _head(rows: int, outputs: int, inputs: int) -> Dims:
     return {"rows": rows, "outputs": outputs, "inputs": inputs}
 
 
-HEAD_ARGMAX = KernelSpec(
-    name="head_argmax",
-    summary="final LayerNorm, LM head and the likeliest token of 1 to 8 rows; logits are never stored",
-    header="ops/matvec.cuh",
-    awaits=True,
-    arguments=(
-        reads("x", "rows inputs"),
-        reads("gamma", "inputs"),
-        reads("beta", "inputs"),
-        reads("weight", "outputs inputs"),
-        writes("token", "rows", index_into("outputs")),
-        writes("logit", "rows", FLOAT),
-        scratch("best", "rows", LONG_BITS),
-        scratch("finished", "1", BITS),
-        Scalar("epsilon", 1e-5),
-    ),
-    constants=("outputs", "inputs", "rows"),
-    tunables={"warps": (8, 16, 4), "outputs_each": (2, 1, 4, 16), "unroll": (4, 2, 8), "repeat": (6, 1, 2, 3, 12)},
-    allows=matvec_allows,
-    default=_head_defaults,
-    launch=_head_launch,
-    flops=lambda dims: 2 * dims["rows"] * dims["inputs"] * dims["outputs"],
-    reference=_likeliest,
-    scores=_logits,
-    test_dims=(
-        *(_head(rows, 1000, 768) for rows in range(1, 9)),
-        *(_head(2, n, n) for n in (1, 2, 3, 63, 64, 65, 127, 129, 1023)),
-        _head(3, 50257, 256),
-    ),
-    bench_dims=(_head(1, 50257, 768), _head(8, 50257, 768), _head(1, 50257, 1600)),
-)
+def _head_argmax(*, coded: bool) -> KernelSpec:
+    return KernelSpec(
+        name="head_argmax" + CODED * coded,
+        summary="final LayerNorm, LM head and the likeliest token of 1 to 8 rows; logits are never stored"
+        + ", of int8 weights" * coded,
+        header="ops/matvec.cuh",
+        function="head_argmax",
+        awaits=True,
+        arguments=(
+            reads("x", "rows inputs"),
+            reads("gamma", "inputs"),
+            reads("beta", "inputs"),
+            *matrix("weight", "outputs inputs", coded=coded),
+            writes("token", "rows", index_into("outputs")),
+            writes("logit", "rows", FLOAT),
+            scratch("best", "rows", LONG_BITS),
+            scratch("finished", "1", BITS),
+            Scalar("epsilon", 1e-5),
+        ),
+        types=(CODES if coded else STORAGE,),
+        constants=("outputs", "inputs", "rows"),
+        tunables={
+            "warps": (8, 16, 4),
+            "outputs_each": (2, 1, 4, 8, 16),
+            "unroll": (4, 2, 8),
+            "repeat": (6, 1, 2, 3, 12),
+        },
+        allows=partial(matvec_allows, coded=coded),
+        default=lambda dims, dtype, _arch: _head_defaults(dims, dtype, coded=coded),
+        launch=_head_launch,
+        flops=lambda dims: 2 * dims["rows"] * dims["inputs"] * dims["outputs"],
+        reference=_likeliest,
+        scores=_logits,
+        dtypes=CODED_DTYPES if coded else tuple(DTYPE_BYTES),
+        test_dims=(
+            *(_head(rows, 1000, 768) for rows in range(1, 9)),
+            *(_head(2, n, n) for n in (1, 2, 3, 63, 64, 65, 127, 129, 1023)),
+            _head(3, 50257, 256),
+        ),
+        bench_dims=(_head(1, 50257, 768), _head(8, 50257, 768), _head(1, 50257, 1600)),
+    )
+
+
+HEAD_ARGMAXES = tuple(_head_argmax(coded=coded) for coded in (False, True))
 
 
 def _scores(

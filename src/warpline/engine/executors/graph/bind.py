@@ -38,19 +38,19 @@ def blocks_at_once(cluster: int, multiprocessors: int) -> int:
     return multiprocessors if cluster <= 2 else multiprocessors * 6 // 7
 
 
-def suits(spec: KernelSpec, like: Tensor, dims: Dims, *, invariant: bool) -> bool:
-    """Whether the op exists on the GPU of `like` in its dtype, with no more blocks than run at once; or, where that may
-    not decide, whether it exists."""
-    if not like.is_cuda:
+def suits(spec: KernelSpec, device: torch.device, kind: torch.dtype, dims: Dims, *, invariant: bool) -> bool:
+    """Whether the op exists on the GPU in this dtype, with no more blocks than run at once; or, where that may not
+    decide, whether it exists."""
+    if device.type != "cuda":
         return False
-    dtype, arch = launch.DTYPES[like.dtype], launch.arch_of(like.device.index)
+    dtype, arch = launch.DTYPES[kind], launch.arch_of(device.index)
     if not spec.runs_on(dtype, arch):
         return False
     tunables = spec.tunables_for(dims, dtype, arch, invariant=invariant)
     if invariant or not spec.allows(dims, tunables, dtype):
         return spec.allows(dims, tunables, dtype)
     shape = spec.launch(dims, tunables, dtype)
-    room = torch.cuda.get_device_properties(like.device).multi_processor_count
+    room = torch.cuda.get_device_properties(device).multi_processor_count
     return shape.grid <= blocks_at_once(shape.cluster, room)
 
 
@@ -84,7 +84,11 @@ def bind(ops: Sequence[Bound], *, overlapping: bool = False, invariant: bool = F
     ahead has ended, where the GPU can, and wait only when they need its results. Invariant ones are ours, with tunables
     for which the bits of a row do not depend on the rows beside it."""
     with PREPARING:
-        made = [_bind(op, overlapping, invariant) for op in ops]
+        ahead = [None, *(op.spec for op in ops[:-1])]
+        made = [
+            _bind(op, overlapping and not (spec is not None and spec.makes_weights), invariant)
+            for spec, op in zip(ahead, ops, strict=True)
+        ]
         calls = [one for one in made if isinstance(one, launch.Call)]
         if calls:
             compile_many(list({call.program for call in calls}))

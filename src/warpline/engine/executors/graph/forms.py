@@ -7,8 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpline.kernels.catalog.group import in_tiles
+from warpline.model.parameters import CONV1D
 from warpline.model.weights import Weights
 
+#: Behind the name of a module whose int8 weights are there as plain numbers, as long as nothing else is.
+EXPANDED = ".expanded"
 #: Where a library computes the logits it gets a vocabulary of a multiple of these: 256 rows take it 38 µs with 50,304
 #: tokens and 212 with GPT-2's 50,257 (H200).
 VOCAB_STEP = 64
@@ -20,15 +23,36 @@ def padding(vocab: int) -> int:
 
 
 def padded_head(weights: Weights) -> dict[str, Tensor]:
-    """The LM head with a round number of rows; a bias of -inf makes sure that the new ones are never chosen."""
+    """The LM head with a round number of rows; a bias of -inf makes sure that the new ones are never chosen. Of int8
+    weights it is where they are expanded to."""
 
     def make() -> dict[str, Tensor]:
         head = weights.tensors[f"{weights.head}.weight"]
-        pad = padding(len(head))
-        bias = F.pad(head.new_zeros(len(head)), (0, pad), value=-torch.inf)
-        return {"padded_head.weight": F.pad(head, (0, 0, 0, pad)) if pad else head, "padded_head.bias": bias}
+        vocab, pad = len(head), padding(len(head))
+        found = {"padded_head.bias": F.pad(weights.room(vocab).zero_(), (0, pad), value=-torch.inf)}
+        if weights.is_quantised:
+            whole = _numbers(weights, vocab + pad, head.shape[1])
+            return found | {"padded_head.weight": whole, "padded_head" + EXPANDED: whole[:vocab]}
+        return found | {"padded_head.weight": F.pad(head, (0, 0, 0, pad)) if pad else head}
 
     return weights.form("padded_head", make)
+
+
+def expanded(weights: Weights) -> dict[str, Tensor]:
+    """Of int8 weights the blocks' matrices as plain numbers, by their modules: all in the same memory, which holds the
+    one that was expanded last."""
+    names = [name for name in weights.tensors if name.startswith("h.") and name.endswith(CONV1D)]
+    return {name.removesuffix(".weight") + EXPANDED: _numbers(weights, *weights.tensors[name].shape) for name in names}
+
+
+def _numbers(weights: Weights, rows: int, columns: int) -> Tensor:
+    """A matrix in the memory that all of them share. It is zero at first, so that no padding is NaN."""
+
+    def make() -> dict[str, Tensor]:
+        width, inner, vocab = weights.config.n_embd, weights.config.inner, weights.config.vocab_size
+        return {"all": weights.room(width * max(3 * width, inner, vocab + padding(vocab))).zero_()}
+
+    return weights.form("expanded", make)["all"][: rows * columns].view(rows, columns)
 
 
 def group_products(weights: Weights) -> dict[str, Tensor]:
@@ -46,7 +70,7 @@ def group_products(weights: Weights) -> dict[str, Tensor]:
                     for module in (norm, product)
                     for part in ("weight", "bias")
                 )
-                scaled, name = (weight * gamma).to(weights.tensors["wte.weight"].dtype), standard_name(norm, product)
+                scaled, name = (weight * gamma).to(weights.activations), standard_name(norm, product)
                 found |= {f"{name}.tiles": in_tiles(scaled), f"{name}.sums": scaled.float().sum(1)}
                 found[f"{name}.bias"] = bias + (weight * beta).sum(1)
             for product in ("attn.c_proj", "mlp.c_proj"):

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from warpline.config import EngineConfig
+from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING, bind
 from warpline.engine.executors.graph.prompts import Prompts
@@ -56,6 +56,7 @@ class KernelsExecutor(Executor):
     """One launch per op."""
 
     name = "kernels"
+    dtypes = tuple(WEIGHT_BYTES)
     prompt_tokens = 16384
     native = True
     can_be_invariant = True
@@ -64,6 +65,7 @@ class KernelsExecutor(Executor):
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
         self.chunk, self.most_steps = (8, 64) if device.type == "cuda" else (1, 1)
+        self.cached = weights.activations  # as the ops have it
         self._rules = PassRules(weights)
         self.prompts = Prompts(self._rules)
         self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundStep]] = WeakKeyDictionary()

@@ -146,7 +146,7 @@ class Pass:
     @torch.inference_mode()
     def __init__(self, rules: PassRules, slots: Slots, memory: _Memory, rows: int, count: int, end: End):
         config = rules.weights.config
-        self._device = rules.weights.tensors["wte.weight"].device
+        self._device = rules.weights.device
         self._queries = _tile_queries(rules, slots, rows)
         self._tables(rows, count, slots.crossing.progress)
         named = memory.of_rows(rules, slots, rows) | memory.of_ends(rules, slots, count)
@@ -160,10 +160,10 @@ class Pass:
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
             return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
 
-        embedded = ("tokens", "row_slots", "row_positions", "wte.weight", "wpe.weight")
+        embedded = ("tokens", "row_slots", "row_positions", *rules.matrix("wte"), "wpe.weight")
         #: Its ops.
         self.steps = [
-            Step("prompt_embedding", embedded, ("all.in",)),
+            Step(f"prompt_embedding{rules.coded}", embedded, ("all.in",)),
             *blocks(rules, rows, attention, last_rows=0 if end is End.NOTHING else count),
             *ending(rules, count, end, "last.out"),
         ]
@@ -252,12 +252,12 @@ def _tiles_of(rows: int, queries: int) -> np.ndarray:
 
 def _tile_queries(rules: PassRules, slots: Slots, rows: int) -> int:
     """Queries of a block of attention, which its table is made for."""
-    like, config, spec = rules.weights.tensors["wte.weight"], rules.weights.config, find("prompt_attention")
-    if not like.is_cuda:
+    weights, config, spec = rules.weights, rules.weights.config, find("prompt_attention")
+    if weights.device.type != "cuda":
         return 64
     dims = {"rows": rows, "heads": config.n_head, "depth": config.head_size}
     dims |= {"slots": slots.count + 1, "positions": slots.capacity}
-    dtype, device = launch.DTYPES[like.dtype], like.device.index
+    dtype, device = launch.DTYPES[weights.activations], weights.device.index
     return launch.tunables_of(spec, dtype, dims, device, invariant=rules.invariant)["tile_queries"]
 
 
@@ -290,19 +290,18 @@ class _Memory:
         if size not in self._rooms:
             columns = {"in": width, "middle": width, "qkv": 3 * width, "hidden": weights.config.inner}
             columns |= dict.fromkeys(("attention", "normal", "product"), width)
-            like = weights.tensors["wte.weight"]
             # Products read the rows that a pass has no tokens for.
-            self._rooms[size] = {name: like.new_zeros(size, count) for name, count in columns.items()}
+            self._rooms[size] = {name: weights.room(size, count).zero_() for name, count in columns.items()}
         return self._rooms[size]
 
     def of_ends(self, rules: PassRules, slots: Slots, count: int) -> dict[str, Tensor]:
         """Memory for every name from the last block's attention on, where one row of each sequence is left."""
         if count not in self._ends:
-            config, like = rules.weights.config, rules.weights.tensors["wte.weight"]
+            config, room = rules.weights.config, rules.weights.room
             names = ("attention", "in", "middle", "out", "out.normal")
-            rows = {f"last.{name}": like.new_zeros(count, config.n_embd) for name in names}
+            rows = {f"last.{name}": room(count, config.n_embd).zero_() for name in names}
             found = {**block_parameters(rules, count), **head_parameters(rules, count), **of_slots(slots, count)}
             found |= rows | companions(rules, {name: rows[name] for name in ("last.middle", "last.out")})
-            found |= {"last.hidden": like.new_empty(count, config.inner), "logits": room_for_logits(rules, count)}
+            found |= {"last.hidden": room(count, config.inner), "logits": room_for_logits(rules, count)}
             self._ends[count] = found
         return self._ends[count]

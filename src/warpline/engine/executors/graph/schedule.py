@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from warpline.engine.executors.graph.bind import Bound, suits
-from warpline.engine.executors.graph.forms import group_products, padded_head, padding, standard_name
+from warpline.engine.executors.graph.forms import (
+    EXPANDED,
+    expanded,
+    group_products,
+    padded_head,
+    padding,
+    standard_name,
+)
 from warpline.engine.slots import Slots
 from warpline.kernels.catalog import find
-from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
+from warpline.kernels.catalog.products import CODED, MOST_MATVEC_ROWS
 from warpline.kernels.spec import KernelSpec
+from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
 #: What `sample` and `append_token` read of slots, in their order; together, what any step needs of them.
@@ -38,7 +46,8 @@ class Regime(Enum):
 
     FEW = auto()  # rows stay in registers: LayerNorm, product and residual are one op
     WHOLE = auto()  # the GPU multiplies all at once: LayerNorm and residual are part of the product
-    MANY = auto()  # products alone, ours or a library's, with LayerNorm and residual between them
+    #: Products alone, ours or a library's, with LayerNorm and residual between them; int8 weights are expanded first.
+    MANY = auto()
 
 
 class End(Enum):
@@ -73,19 +82,37 @@ class PassRules:
     weights: Weights
     invariant: bool = False
 
+    @property
+    def coded(self) -> str:
+        """What the names of ops end in that read matrices as they are kept."""
+        return CODED if self.weights.is_quantised else ""
+
+    def matrix(self, module: str) -> tuple[str, ...]:
+        """The names of what an op reads of a module's matrix: itself, or codes and scales."""
+        name = f"{module}.weight"
+        return (name, name + SCALE) if self.weights.is_quantised else (name,)
+
     def regime(self, rows: int) -> Regime:
         """How products of so many rows are done. Where bits may not depend on that number, it is the same for all."""
         if rows <= MOST_MATVEC_ROWS and not self.invariant:
             return Regime.FEW
-        config, like = self.weights.config, self.weights.tensors["wte.weight"]
-        width, inner = config.n_embd, config.inner
+        if self.weights.is_quantised:  # the others read a second copy of all matrices, which are plain numbers there
+            return Regime.MANY
+        weights = self.weights
+        width, inner = weights.config.n_embd, weights.config.inner
         shapes = {
             "standard_matmul_bias": (3 * width, width),
             "standard_matmul_bias_gelu": (inner, width),
             "group_matmul_bias_residual": (width, inner),
         }
         whole = all(
-            suits(find(op), like, {"rows": rows, "outputs": outputs, "inputs": inputs}, invariant=self.invariant)
+            suits(
+                find(op),
+                weights.device,
+                weights.activations,
+                {"rows": rows, "outputs": outputs, "inputs": inputs},
+                invariant=self.invariant,
+            )
             for op, (outputs, inputs) in shapes.items()
         )
         return Regime.WHOLE if whole else Regime.MANY
@@ -101,7 +128,7 @@ class _Blocks:
     it needs them; the op before it leaves them."""
 
     def __init__(self, rules: PassRules, rows: int):
-        self._regime = rules.regime(rows)
+        self._regime, self._rules = rules.regime(rows), rules
         self._epsilon = {"epsilon": rules.weights.config.layer_norm_epsilon}
 
     def begin(self, x: str, norm: str, layer: int) -> list[Step]:
@@ -112,28 +139,35 @@ class _Blocks:
             return [Step("row_statistics", (x,), (f"{x}.statistics",), layer=layer)]
         return [Step("layernorm", (x, *_affine(norm)), (f"{x}.normal",), self._epsilon, layer)]
 
-    def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> Step:
+    def _product(self, op: str, x: str, name: str, target: str, layer: int) -> list[Step]:
+        """A product alone, of plain numbers."""
+        before, weight = as_numbers(self._rules, name, f"{name}{EXPANDED}", layer)
+        return [*before, Step(op, (x, weight, f"{name}.bias"), (target,), layer=layer)]
+
+    def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> list[Step]:
         """LayerNorm and a product of it: one op, or, for many rows, the LayerNorm is there already."""
         if self._regime is Regime.FEW:
-            op, inputs = f"layernorm_matvec_bias{activation}", (x, *_affine(norm), *_affine(name))
-            return Step(op, inputs, (target,), self._epsilon, layer)
+            op = f"layernorm_matvec_bias{activation}{self._rules.coded}"
+            inputs = (x, *_affine(norm), *self._rules.matrix(name), f"{name}.bias")
+            return [Step(op, inputs, (target,), self._epsilon, layer)]
         if self._regime is Regime.WHOLE:
             both = standard_name(norm, name)
             read = (x, f"{x}.statistics", f"{both}.tiles", f"{both}.sums", f"{both}.bias")
-            return Step(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)
-        return Step(f"matmul_bias{activation}", (f"{x}.normal", *_affine(name)), (target,), layer=layer)
+            return [Step(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)]
+        return self._product(f"matmul_bias{activation}", f"{x}.normal", name, target, layer)
 
     def residual(self, source: str, name: str, residual: str, target: str, norm: str, layer: int) -> list[Step]:
         """A product and the residual: one op, or, for many rows, a second one does the next LayerNorm as well."""
         if self._regime is Regime.FEW:
-            return [Step("matvec_bias_residual", (source, *_affine(name), residual), (target,), layer=layer)]
+            inputs = (source, *self._rules.matrix(name), f"{name}.bias", residual)
+            return [Step(f"matvec_bias_residual{self._rules.coded}", inputs, (target,), layer=layer)]
         if self._regime is Regime.WHOLE:
             written = (target, f"{target}.statistics")
             read = (source, f"{name}.tiles", f"{name}.bias", residual)
             return [Step("group_matmul_bias_residual", read, written, layer=layer)]
         product, inputs = f"{target}.product", (f"{target}.product", residual, *_affine(norm))
         return [
-            Step("matmul_bias", (source, *_affine(name)), (product,), layer=layer),
+            *self._product("matmul_bias", source, name, product, layer),
             Step("residual_layernorm", inputs, (target, f"{target}.normal"), self._epsilon, layer),
         ]
 
@@ -143,9 +177,16 @@ class _Blocks:
         middle, hidden = f"{place}.middle", f"{place}.hidden"
         return [
             *self.residual(f"{place}.attention", f"{h}.attn.c_proj", f"{place}.in", middle, f"{h}.ln_2", layer),
-            self.normal(middle, f"{h}.ln_2", f"{h}.mlp.c_fc", hidden, layer, "_gelu"),
+            *self.normal(middle, f"{h}.ln_2", f"{h}.mlp.c_fc", hidden, layer, "_gelu"),
             *self.residual(hidden, f"{h}.mlp.c_proj", middle, target, following, layer),
         ]
+
+
+def as_numbers(rules: PassRules, module: str, room: str, layer: int | None = None) -> tuple[list[Step], str]:
+    """The name of a module's matrix as plain numbers; of int8 weights behind an op that expands them into `room`."""
+    if not rules.weights.is_quantised:
+        return [], f"{module}.weight"
+    return [Step("expand", rules.matrix(module), (room,), layer=layer)], room
 
 
 def blocks(rules: PassRules, rows: int, attention: Callable[[int], Step], last_rows: int | None = None) -> list[Step]:
@@ -156,7 +197,7 @@ def blocks(rules: PassRules, rows: int, attention: Callable[[int], Step], last_r
     steps = ours.begin("h.0.in", "h.0.ln_1", 0)
     for layer in range(last + 1):
         h = f"h.{layer}"
-        steps += [ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), attention(layer)]
+        steps += [*ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), attention(layer)]
         if layer == last and last_rows is not None:
             if last_rows:
                 steps.append(Step("last_rows", ("all.attention", "all.in", "last"), ("last.attention", "last.in")))
@@ -169,8 +210,10 @@ def blocks(rules: PassRules, rows: int, attention: Callable[[int], Step], last_r
 
 def block_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
     """What blocks of `rows` rows may name of them."""
-    weights = rules.weights
-    return weights.tensors | group_products(weights) if rules.regime(rows) is Regime.WHOLE else weights.tensors
+    weights, regime = rules.weights, rules.regime(rows)
+    if regime is Regime.WHOLE:
+        return weights.tensors | group_products(weights)
+    return weights.tensors | expanded(weights) if regime is Regime.MANY and rules.coded else weights.tensors
 
 
 def head_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
@@ -193,7 +236,8 @@ def decode_step(rules: PassRules, rows: int, end: End) -> list[Step]:
         numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
         return Step("append_attention", inputs, (f"{h}.heads",), numbers, layer)
 
-    steps = [Step("newest_embedding", ("tokens", "length", "lanes", "wte.weight", "wpe.weight"), ("h.0.in",))]
+    embedded = ("tokens", "length", "lanes", *rules.matrix("wte"), "wpe.weight")
+    steps = [Step(f"newest_embedding{rules.coded}", embedded, ("h.0.in",))]
     steps += blocks(rules, rows, attention)
     return [*steps, *ending(rules, rows, end, f"h.{config.n_layer}.in")]
 
@@ -204,14 +248,15 @@ def ending(rules: PassRules, rows: int, end: End, last: str) -> list[Step]:
         return []
     weights, kind = rules.weights, rules.regime(rows)
     epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
-    norm, head, normal = _affine("ln_f"), f"{weights.head}.weight", f"{last}.normal"
+    norm, head, normal = _affine("ln_f"), rules.matrix(weights.head), f"{last}.normal"
     append = Step("append_token", ("token", "logit", "lanes", *ENDED_BY), numbers=eos)
     if end is End.LIKELIEST and kind is Regime.FEW:
-        return [Step("head_argmax", (last, *norm, head), ("token", "logit"), epsilon), append]
+        return [Step(f"head_argmax{rules.coded}", (last, *norm, *head), ("token", "logit"), epsilon), append]
     steps = [] if kind is Regime.MANY else [Step("layernorm", (last, *norm), (normal,), epsilon)]
     if kind is Regime.FEW:
-        steps.append(Step("matvec", (normal, head), ("logits",)))
+        steps.append(Step(f"matvec{rules.coded}", (normal, *head), ("logits",)))
     else:
+        steps += as_numbers(rules, weights.head, f"padded_head{EXPANDED}")[0]
         steps.append(Step("matmul_bias", (normal, *_affine("padded_head")), ("logits",)))
     return [*steps, Step("sample", ("logits", *SAMPLED_BY, "lanes"), ("token", "logit"), eos), append]
 
@@ -226,7 +271,7 @@ def room_for_logits(rules: PassRules, rows: int) -> Tensor:
     """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
     vocab = rules.weights.config.vocab_size
     width = vocab if rules.regime(rows) is Regime.FEW else vocab + padding(vocab)
-    return rules.weights.tensors["wte.weight"].new_empty(rows, width)
+    return rules.weights.room(rows, width)
 
 
 def companions(
@@ -273,10 +318,10 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
 
 def buffers(rules: PassRules, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
     """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
-    config, like, rows = rules.weights.config, rules.weights.tensors["wte.weight"], len(lanes)
+    config, rows = rules.weights.config, len(lanes)
 
     def room(*columns: int) -> Tensor:
-        return like.new_empty(rows, *columns)
+        return rules.weights.room(rows, *columns)
 
     found = {**block_parameters(rules, rows), **head_parameters(rules, rows), **of_slots(slots, rows)}
     found["lanes"] = lanes

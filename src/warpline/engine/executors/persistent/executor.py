@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from warpline.config import DTYPE_BYTES, EngineConfig
+from warpline.config import KV_DTYPES, WEIGHT_BYTES, EngineConfig
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING
 from warpline.engine.executors.graph.prompts import Prompts
@@ -47,6 +47,7 @@ class PersistentExecutor(Executor):
     """Weights on a tape. What its launches exchange belongs to the instance, so several may be at work."""
 
     name = "persistent"
+    dtypes = tuple(WEIGHT_BYTES)
     chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True
@@ -71,18 +72,21 @@ class PersistentExecutor(Executor):
                 "the persistent executor needs heads and an MLP whose widths are multiples of 16, "
                 f"not {config.head_size} and {config.inner}: use --executor graph"
             )
-        if config.head_size * DTYPE_BYTES[dtype] > MOST_HEAD_BYTES:
+        size = weights.activations.itemsize
+        if config.head_size * size > MOST_HEAD_BYTES:
             raise ConfigError(
-                f"the persistent executor has heads of up to {MOST_HEAD_BYTES // DTYPE_BYTES[dtype]} in {dtype}, "
+                f"the persistent executor has heads of up to {MOST_HEAD_BYTES // size} in {dtype}, "
                 f"not {config.head_size}: use --executor graph"
             )
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self.prompts = prompts or Prompts(PassRules(weights))
-        self._matrices = {"wte": weights.tensors["wte.weight"], "wpe": weights.tensors["wpe.weight"]}
-        self._matrices["head"] = weights.tensors[f"{weights.head}.weight"]
+        names = {"wte": "wte.weight", "wpe": "wpe.weight", "head": f"{weights.head}.weight"}
+        plain = {name: weights.matrix(name).plain(weights.activations) for name in {*names.values()}}
+        self._matrices = {name: plain[stored] for name, stored in names.items()}
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
         extents = decode_plan.Extents(
-            dtype=dtype,
+            dtype=KV_DTYPES[dtype],
+            codes=weights.is_quantised,
             width=config.n_embd,
             inner=config.inner,
             heads=config.n_head,
@@ -248,7 +252,7 @@ class PersistentExecutor(Executor):
         """Memory that a launch reads and writes, and that stays where it is."""
         tapes, cache = self._tapes, slots.cache
         shared = self._matrices | {"fault": slots.fault, "k": cache.k, "v": cache.v}
-        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines")}
+        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines", "scales")}
         return shared | {name: getattr(slots, name) for name in STATE}
 
     def _numbers(self, slots: Slots) -> dict[str, float | int]:

@@ -30,52 +30,54 @@ class Tapes:
 
     tape: Tensor  # uint8 [step, warp, byte]
     vectors: Tensor
-    lines: Tensor  # float32 [layer, output of QKV or FC, 2]: slope and level of persistent/layers.cuh
+    lines: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and, of codes, scale
+    scales: Tensor  # float32 [layer, output of both projections]: of codes, else nothing
     plans: Tensor  # int32 [block, 14]
 
 
 def record(weights: Weights, plan: Plan) -> Tapes:
     """Arrange `weights` for `plan`, on the device where they are."""
     tensors, extents = weights.tensors, plan.extents
-    some = tensors["wte.weight"]
-    tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=some.device)
-    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=some.device)
+    tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=weights.device)
+    strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=weights.device)
     for stage, name in _MATRICES.items():
-        owner, step, warp = (index.to(some.device) for index in _places(plan, stage))  # [unit, tile]
+        owner, step, warp = (index.to(weights.device) for index in _places(plan, stage))  # [unit, tile]
         for layer in range(extents.layers):
-            found = tiles(tensors[f"h.{layer}.{name}"], plan, step.shape[1]).view(torch.uint8)  # [unit, tile, byte]
-            tape[step + layer * strides[owner], warp] = found
-    head = tensors[f"{weights.head}.weight"]
-    units = tiles(head, plan, extents.tiles("head")).view(torch.uint8)
+            found = tiles(tensors[f"h.{layer}.{name}"], step.shape[1], extents.tile_inputs(stage)).view(torch.uint8)
+            tape[step + layer * strides[owner], warp] = found  # [unit, tile, byte]
+    head = weights.matrix(f"{weights.head}.weight").plain(weights.activations)
+    units = tiles(head, extents.tiles("head"), extents.tile_inputs("head")).view(torch.uint8)
     _deal(tape, plan, units, units[:, :0], plan.head_parts, CODE_UNIT // UNIT, 0)
     codes = code_tiles(Screen.of(head))
     _deal(tape, plan, codes[:, :-1], codes[:, -1:], plan.code_parts, 1, 1)
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
-    lines = torch.stack([_lines(tensors, f"h.{layer}.") for layer in range(extents.layers)])
-    return Tapes(tape, vectors, lines, torch.tensor(plan.rows(), dtype=torch.int32, device=some.device))
+    lines = torch.stack([_lines(weights, f"h.{layer}.") for layer in range(extents.layers)])
+    matrices = [weights.matrix(f"h.{layer}.{_MATRICES[s]}") for layer in range(extents.layers) for s in ("out", "proj")]
+    scales = torch.cat([lines.new_empty(0), *(m.scale for m in matrices if m.scale is not None)])
+    return Tapes(tape, vectors, lines, scales, torch.tensor(plan.rows(), dtype=torch.int32, device=weights.device))
 
 
-def _lines(tensors: dict[str, Tensor], h: str) -> Tensor:
-    """[output, 2]: weight · gamma, and weight · beta + bias."""
+def _lines(weights: Weights, h: str) -> Tensor:
+    """[output, 2]: weight · gamma, and weight · beta + bias; of codes the scale as well."""
     found = []
     for norm, name in _NORMAL_PRODUCTS:
-        weight, bias = tensors[f"{h}{name}.weight"].double(), tensors[f"{h}{name}.bias"].double()
-        affine = torch.stack([tensors[f"{h}{norm}.{part}"].double() for part in ("weight", "bias")], dim=1)
-        found.append(weight @ affine + torch.stack([torch.zeros_like(bias), bias], dim=1))
+        matrix, bias = weights.matrix(f"{h}{name}.weight"), weights.tensors[f"{h}{name}.bias"].double()
+        affine = torch.stack([weights.tensors[f"{h}{norm}.{part}"].double() for part in ("weight", "bias")], dim=1)
+        line = matrix.plain(torch.float64) @ affine + torch.stack([torch.zeros_like(bias), bias], dim=1)
+        found.append(line if matrix.scale is None else torch.cat([line, matrix.scale[:, None]], dim=1))
     return torch.cat(found).float()
 
 
-def tiles(matrix: Tensor, plan: Plan, count: int) -> Tensor:
-    """[out, in] → [unit, tile, element] of `count` tiles: a lane's 16 bytes are neighbouring inputs of one output, in
-    half precision with their second and third pair exchanged (see TileSums of persistent/product.cuh); what is
-    missing from the last unit and tile is zero."""
-    extents = plan.extents
-    width = extents.tile_inputs // 4
-    padded = F.pad(matrix, (0, count * extents.tile_inputs - matrix.shape[1], 0, -matrix.shape[0] % UNIT))
-    lanes = padded.view(-1, UNIT, count, 4, width).transpose(1, 2)  # [unit, tile, output, lane of four, element]
-    if width == 8:
-        lanes = lanes.unflatten(-1, (2, 2, 2)).transpose(-2, -3).flatten(-3)
+def tiles(matrix: Tensor, count: int, inputs: int) -> Tensor:
+    """[out, in] → [unit, tile, element] of `count` tiles of so many inputs: a lane's 16 bytes are neighbouring inputs
+    of one output, in the order that TileSums of persistent/product.cuh has; what is missing from the last unit and tile
+    is zero. Half precision has its second and third pair exchanged. Of codes each pair of the first eight is
+    followed by that of the others."""
+    padded = F.pad(matrix, (0, count * inputs - matrix.shape[1], 0, -matrix.shape[0] % UNIT))
+    lanes = padded.view(-1, UNIT, count, 4, inputs // 4).transpose(1, 2)  # [unit, tile, output, lane of four, element]
+    if matrix.element_size() < 4:
+        lanes = lanes.unflatten(-1, (2, -1, 2)).transpose(-2, -3).flatten(-3)
     return lanes.flatten(2)
 
 

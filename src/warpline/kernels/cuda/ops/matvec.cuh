@@ -6,10 +6,13 @@
 // output where there are few outputs and many inputs. Sums meet in a fixed order.
 // One row is a matter for ordinary arithmetic. From two rows on, in half precision, tensor cores do it: a product does
 // not care in which order it runs through the inputs, so the 16 bytes a lane has loaded serve as fragments as they are.
-// Traffic: the weights once; x, bias and LayerNorm's parameters come from the caches.
+// Weights may be stored as something else (W) than the arithmetic's type (T): int8 codes, and a scale for each output.
+// There are twice as many of them in a load, and each must be made a number first, so tensor cores do one row as well.
+// Traffic: the weights once; x, bias, scales and LayerNorm's parameters come from the caches.
 // Tried and lost: eight rows in ordinary arithmetic, 68 % of a copy's bandwidth; converting and multiplying took longer
 // than reading.
 #pragma once
+#include "codes.cuh"
 #include "ops/gelu.cuh"
 #include "ops/layernorm.cuh"
 #include "ptx.cuh"
@@ -48,14 +51,16 @@ __device__ __forceinline__ float scatter_sums(float (&value)[VALUES]) {
 
 // The work of one warp on OUTPUTS_EACH outputs in ordinary arithmetic: a part of the inputs, in steps of a vector per lane.
 // `load` brings the weights of the first steps, `finish` does the rest and leaves the sums, `results` says whose they are.
-template <typename T, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
+template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
 struct WarpDots {
-    static constexpr int WIDTH = vector_width<T>(INPUTS), VECTORS = INPUTS / WIDTH;
+    static constexpr int WIDTH = vector_width<W>(INPUTS), VECTORS = INPUTS / WIDTH;
+    static constexpr int X_WIDTH = vector_width<T>(WIDTH), X_VECTORS = WIDTH / X_WIDTH;
     static constexpr int STEPS = ceil_div(VECTORS, WARP * SHARERS), BATCH = UNROLL < STEPS ? UNROLL : STEPS;
     static constexpr int ROWS_UP = power_of_two_from(ROWS), VALUES = power_of_two_from(OUTPUTS_EACH) * ROWS_UP;
     static constexpr int RESULTS = 1;
     static_assert(VALUES <= WARP);
-    using Pack = Vec<T, WIDTH>;
+    using Pack = Vec<W, WIDTH>;
+    using XPack = Vec<T, X_WIDTH>;
     Pack held[OUTPUTS_EACH][BATCH];
 
     static __device__ __forceinline__ int vector_of(int step) {
@@ -63,7 +68,7 @@ struct WarpDots {
     }
 
     // A lane whose turn is beyond the end gets zeros.
-    __device__ __forceinline__ void load(const T* weight, int first_output, int step0) {
+    __device__ __forceinline__ void load(const W* weight, int first_output, int step0) {
 #pragma unroll
         for (int o = 0; o < OUTPUTS_EACH; ++o) {
             const long long row = min(first_output + o, OUTPUTS - 1);
@@ -77,7 +82,7 @@ struct WarpDots {
     }
 
     // x has ROWS rows, `pitch` apart, in shared or cached memory.
-    __device__ __forceinline__ void finish(const T* weight, const T* x, int pitch, int first_output, float (&result)[1]) {
+    __device__ __forceinline__ void finish(const W* weight, const T* x, int pitch, int first_output, float (&result)[1]) {
         float sum[VALUES] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step += BATCH) {
@@ -104,35 +109,43 @@ struct WarpDots {
             if (at >= VECTORS) break;
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const Pack pack = reinterpret_cast<const Pack*>(x + r * pitch)[at];
 #pragma unroll
-                for (int o = 0; o < OUTPUTS_EACH; ++o) {
-                    float& s = sum[o * ROWS_UP + r];
+                for (int part = 0; part < X_VECTORS; ++part) {
+                    const XPack pack = reinterpret_cast<const XPack*>(x + r * pitch)[at * X_VECTORS + part];
 #pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) s = fmaf(to_float(pack.at[i]), to_float(held[o][step].at[i]), s);
+                    for (int o = 0; o < OUTPUTS_EACH; ++o) {
+                        float& s = sum[o * ROWS_UP + r];
+#pragma unroll
+                        for (int i = 0; i < X_WIDTH; ++i) {  // a code becomes a float by itself
+                            s = fmaf(to_float(pack.at[i]), to_float(held[o][step].at[part * X_WIDTH + i]), s);
+                        }
+                    }
                 }
             }
         }
     }
 };
 
-// Sixteen outputs on tensor cores: the weights are the left operand, 16 x 16, and the rows of x the right one, 16 x 8.
+// Sixteen outputs on tensor cores, or eight where that leaves too few warps. Sixteen are the left operand, 16 x 16, and
+// the rows of x the right one, 16 x 8; eight are the right one, and the rows of x half of the left one.
 // Lane 4g + t has chunk t of every four: of weight rows g and g + 8 and of row g of x.
-template <typename T, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int UNROLL>
-struct WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL> {
-    static constexpr int WIDTH = 8, VECTORS = INPUTS / WIDTH, RESULTS = 4;
+template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int TILE, int UNROLL>
+struct WarpTiles {
+    using Pairs = Vec<unsigned, 4>;  // 16 bytes
+    using Weights = WeightPairs<T, W>;
+    static constexpr int WIDTH = 2 * Weights::COUNT, VECTORS = INPUTS / WIDTH, X_VECTORS = Weights::COUNT / 4;
     static constexpr int STEPS = ceil_div(VECTORS, 4 * SHARERS), BATCH = UNROLL < STEPS ? UNROLL : STEPS;
+    static constexpr int HALVES = TILE / 8, RESULTS = 2 * HALVES;
     static_assert(sizeof(T) == 2 && INPUTS % WIDTH == 0 && ROWS <= 8);
-    using Pairs = Vec<unsigned, 4>;  // eight elements
-    Pairs held[2][BATCH];
+    Pairs held[HALVES][BATCH];
 
     static __device__ __forceinline__ int vector_of(int step) {
         return step * (4 * SHARERS) + threadIdx.x / WARP % SHARERS * 4 + threadIdx.x % 4;
     }
 
-    __device__ __forceinline__ void load(const T* weight, int first_output, int step0) {
+    __device__ __forceinline__ void load(const W* weight, int first_output, int step0) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < HALVES; ++half) {
             const long long row = min(first_output + half * 8 + static_cast<int>(threadIdx.x) % WARP / 4, OUTPUTS - 1);
 #pragma unroll
             for (int step = 0; step < BATCH; ++step) {
@@ -143,38 +156,61 @@ struct WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL> {
         }
     }
 
-    __device__ __forceinline__ void finish(const T* weight, const T* x, int pitch, int first_output, float (&result)[4]) {
+    __device__ __forceinline__ void finish(const W* weight, const T* x, int pitch, int first_output, float (&result)[RESULTS]) {
         const int row = threadIdx.x % WARP / 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) result[i] = 0.f;
+        float sum[4] = {};
 #pragma unroll
         for (int step0 = 0; step0 < STEPS; step0 += BATCH) {
-            WarpDots next;
+            WarpTiles next;
             if (step0 + BATCH < STEPS) next.load(weight, first_output, step0 + BATCH);
 #pragma unroll
             for (int step = 0; step < BATCH; ++step) {
                 const int at = vector_of(step0 + step);
-                Pairs b = {};
-                if (row < ROWS && at < VECTORS) b = reinterpret_cast<const Pairs*>(x + row * pitch)[at];
+                unsigned b[Weights::COUNT] = {};
+                if (row < ROWS && at < VECTORS) {
 #pragma unroll
-                for (int i = 0; i < 4; i += 2) {
-                    const unsigned a[4] = {held[0][step].at[i], held[1][step].at[i], held[0][step].at[i + 1], held[1][step].at[i + 1]};
-                    multiply_add<T>(result, a, b.at[i], b.at[i + 1]);
+                    for (int part = 0; part < X_VECTORS; ++part) {
+                        const Pairs chunk = reinterpret_cast<const Pairs*>(x + row * pitch)[at * X_VECTORS + part];
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) b[4 * part + i] = chunk.at[i];
+                    }
+                }
+                const Weights upper(held[0][step]), lower(held[HALVES - 1][step]);
+#pragma unroll
+                for (int i = 0; i < Weights::COUNT; i += 2) {
+                    if constexpr (HALVES == 2) {
+                        const unsigned a[4] = {upper.at[i], lower.at[i], upper.at[i + 1], lower.at[i + 1]};
+                        multiply_add<T>(sum, a, b[i], b[i + 1]);
+                    } else {
+                        const unsigned a[4] = {b[i], 0, b[i + 1], 0};
+                        multiply_add<T>(sum, a, upper.at[i], upper.at[i + 1]);
+                    }
                 }
             }
             if (step0 + BATCH < STEPS) *this = next;
         }
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) result[i] = sum[i];
     }
 
     template <typename F>
     static __device__ __forceinline__ void results(F f) {
+        const int outer = static_cast<int>(threadIdx.x) % WARP / 4, inner = threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = threadIdx.x % 4 * 2 + i % 2;
-            if (row < ROWS) f(i, static_cast<int>(threadIdx.x) % WARP / 4 + i / 2 * 8, row);
+        for (int i = 0; i < RESULTS; ++i) {
+            const int row = HALVES == 2 ? inner + i % 2 : outer;
+            if (row < ROWS) f(i, HALVES == 2 ? outer + i / 2 * 8 : inner + i, row);
         }
     }
 };
+
+template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int UNROLL>
+struct WarpDots<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL>
+    : WarpTiles<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, 16, UNROLL> {};
+
+template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int UNROLL>
+struct WarpDots<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, 8, UNROLL>
+    : WarpTiles<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, 8, UNROLL> {};
 
 // Rows of INPUTS elements in shared memory are this far apart: neighbours on different banks.
 template <typename T, int INPUTS>
@@ -207,11 +243,11 @@ __device__ __forceinline__ const T* normalised_rows(const T* x, const T* gamma, 
     return rows;
 }
 
-// `gamma`, `beta`, `bias` and `residual` are null where there is none.
-template <typename T, int OUTPUTS, int INPUTS, int ROWS, bool GELU, int WARPS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
-__device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta, const T* weight, const T* bias,
-                                       const T* residual, T* y, float epsilon) {
-    using Dots = WarpDots<T, OUTPUTS, INPUTS, ROWS, SHARERS, OUTPUTS_EACH, UNROLL>;
+// `gamma`, `beta`, `scale`, `bias` and `residual` are null where there is none.
+template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, bool GELU, int WARPS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
+__device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta, const W* weight, const float* scale,
+                                       const T* bias, const T* residual, T* y, float epsilon) {
+    using Dots = WarpDots<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, OUTPUTS_EACH, UNROLL>;
     const int warp = threadIdx.x / WARP;
     const int first = (static_cast<int>(blockIdx.x) * (WARPS / SHARERS) + warp / SHARERS) * OUTPUTS_EACH;
     Dots dots;
@@ -219,6 +255,10 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
     float added[Dots::RESULTS] = {};
     if (bias != nullptr) {
         Dots::results([&](int i, int relative, int) { added[i] = to_float(bias[min(first + relative, OUTPUTS - 1)]); });
+    }
+    float scales[Dots::RESULTS];
+    if (scale != nullptr) {
+        Dots::results([&](int i, int relative, int) { scales[i] = scale[min(first + relative, OUTPUTS - 1)]; });
     }
     const bool norm = gamma != nullptr;
     if (norm) x = normalised_rows<T, INPUTS, ROWS, WARPS>(x, gamma, beta, epsilon);
@@ -245,7 +285,7 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
     Dots::results([&](int i, int relative, int row) {
         const int output = first + relative;
         if (output >= OUTPUTS) return;
-        float v = result[i] + added[i];
+        float v = (scale != nullptr ? result[i] * scales[i] : result[i]) + added[i];
         if (GELU) v = gelu_of<false>(v);
         y[row * OUTPUTS + output] = from_float<T>(v + kept[i]);
     });
@@ -270,10 +310,10 @@ __device__ __forceinline__ int output_of(unsigned long long candidate) { return 
 
 // The likeliest next token: the output with the largest sum, and that sum; of equals the first. Each warp takes REPEAT
 // groups of outputs, each block leaves its best per row, and the last block to be done says what is the best of all.
-template <typename T, int OUTPUTS, int INPUTS, int ROWS, int WARPS, int OUTPUTS_EACH, int UNROLL, int REPEAT>
-__device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T* beta, const T* weight, long long* token,
-                                            float* logit, long long* best, int* finished, float epsilon) {
-    using Dots = WarpDots<T, OUTPUTS, INPUTS, ROWS, 1, OUTPUTS_EACH, UNROLL>;
+template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int WARPS, int OUTPUTS_EACH, int UNROLL, int REPEAT>
+__device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T* beta, const W* weight, const float* scale,
+                                            long long* token, float* logit, long long* best, int* finished, float epsilon) {
+    using Dots = WarpDots<T, W, OUTPUTS, INPUTS, ROWS, 1, OUTPUTS_EACH, UNROLL>;
     const int warp = threadIdx.x / WARP;
     // All warps together walk through the weights, so that neighbouring memory is read at the same time.
     const int stride = gridDim.x * (WARPS * OUTPUTS_EACH);
@@ -287,9 +327,13 @@ __device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T*
     for (int repeat = 0; repeat < REPEAT; ++repeat, first += stride) {
         Dots next;
         if (repeat + 1 < REPEAT) next.load(weight, first + stride, 0);
-        float result[Dots::RESULTS];
+        float result[Dots::RESULTS], scales[Dots::RESULTS];
+        if (scale != nullptr) {
+            Dots::results([&](int i, int relative, int) { scales[i] = scale[min(first + relative, OUTPUTS - 1)]; });
+        }
         dots.finish(weight, x, ROW_PITCH<T, INPUTS>, first, result);
         Dots::results([&](int i, int relative, int) {
+            if (scale != nullptr) result[i] *= scales[i];
             if (first + relative < OUTPUTS) mine[i] = max(mine[i], candidate(result[i], first + relative));
         });
         dots = next;

@@ -34,8 +34,8 @@ class Decode : Choice<M> {
    private:
     using Ending::Ending;
 
-    // What stays as it is for the whole launch: of every layer the biases of both projections, as far as they are the block's,
-    // all asked for at once,
+    // What stays as it is for the whole launch: of every layer the biases of both projections, and scales, as far as they are the
+    // block's, all asked for at once,
     __device__ __forceinline__ void look_up_biases() {
         constexpr int OF_OUT = M::OUT_UNITS * TILE_OUTPUTS;
         for (int i = thread_index(); i < M::LAYERS * BIASES; i += THREADS) {
@@ -43,6 +43,7 @@ class Decode : Choice<M> {
             const int output = desk.plan.first[second ? PROJ : OUT] * TILE_OUTPUTS + i % BIASES - (second ? OF_OUT : 0);
             layer = i / BIASES;
             desk.bias[i] = output < WIDTH ? vectors((second ? 3 : 1) * WIDTH)[output] : from_float<T>(0.f);
+            if constexpr (M::CODES) desk.scale[i] = output < WIDTH ? a.scales[(2 * layer + second) * WIDTH + output] : 0.f;
         }
     }
 

@@ -1,5 +1,6 @@
 // A stage's product of weights from the tape and a few rows in shared memory, and how one tile of it is multiplied.
 #pragma once
+#include "codes.cuh"
 #include "common.cuh"
 #include "persistent/tape.cuh"
 #include "ptx.cuh"
@@ -23,7 +24,8 @@ __device__ __forceinline__ unsigned long long most_of_fours(unsigned long long v
 // fill two of them: pairs of inputs 0 and 1 in its own row, 2 and 3 eight rows below, for which the tape has them in the
 // order 0, 2, 1, 3. b has eight columns, two for each of four rows: what pairs 0 and 1 are multiplied with, and what pairs
 // 2 and 3 are. Of the products a lane looks at the two that mean something, and nothing is moved between registers.
-template <typename T, int ROWS>
+// Where a tile is CODES of one byte, sums are in units of each output's scale.
+template <typename T, int ROWS, bool CODES = false>
 struct TileSums {
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4), SUMS = 4 * RESULTS;
     struct Rows {
@@ -76,6 +78,38 @@ struct TileSums {
             const unsigned long long largest = most_of_fours(result[i]);
             const int row = thread_index() % WARP + 4 * i;
             if (row < 4 * i + 4 && row < ROWS) f(row, largest);
+        }
+    }
+};
+
+// Of sixteen codes that a lane has, eight inputs are in its own row of a and the next eight in the row below: pairs 0, 4, 1, 5
+// are one product, 2, 6, 3, 7 another.
+template <typename T, int ROWS>
+struct TileSums<T, ROWS, true> : TileSums<T, ROWS> {
+    using TileSums<T, ROWS>::RESULTS, TileSums<T, ROWS>::sum;
+    static constexpr int INPUTS = 64, WIDTH = 16;
+    struct Rows {
+        Bits of[RESULTS];
+    };
+
+    static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
+        const int lane = thread % WARP, column = lane / 4, row = column / 2;
+        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH + column % 2 * (WIDTH / 2);
+    }
+    static __device__ __forceinline__ Rows load(const T* x, int pitch) {
+        Rows rows;
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) rows.of[i] = *reinterpret_cast<const Bits*>(x + 4 * i * pitch);
+        return rows;
+    }
+    __device__ __forceinline__ void add(const Bits& tile, const Rows& rows) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unsigned a[4];
+            pairs_of_codes<T>(tile.at[2 * half], a[0], a[1]);
+            pairs_of_codes<T>(tile.at[2 * half + 1], a[2], a[3]);
+#pragma unroll
+            for (int i = 0; i < RESULTS; ++i) multiply_add<T>(sum[i], a, rows.of[i].at[2 * half], rows.of[i].at[2 * half + 1]);
         }
     }
 };
@@ -151,15 +185,15 @@ __device__ __forceinline__ float sum_of(const float* from) {
 }
 
 // Neighbouring columns of x that are a warp's alone: whole tiles.
-template <typename T, int INPUTS, int WARPS>
-constexpr int SLAB_OF = ceil_div(ceil_div(INPUTS, TileSums<T, 1>::INPUTS), WARPS) * TileSums<T, 1>::INPUTS;
+template <typename T, int INPUTS, int WARPS, bool CODES>
+constexpr int SLAB_OF = ceil_div(ceil_div(INPUTS, TileSums<T, 1, CODES>::INPUTS), WARPS) * TileSums<T, 1, CODES>::INPUTS;
 
 // One stage's product: y = W x for the outputs that this block owns. Every warp multiplies its own columns of x; the warps'
 // sums meet in `partial`. `begin` may be called before x is there.
-template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS, int RING>
+template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS, int RING, bool CODES>
 class Product {
-    using Sums = TileSums<T, ROWS>;
-    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS>, STEPS = SLAB / Sums::INPUTS;  // to a unit of TILE_OUTPUTS outputs
+    using Sums = TileSums<T, ROWS, CODES>;
+    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS, CODES>, STEPS = SLAB / Sums::INPUTS;  // to a unit of TILE_OUTPUTS outputs
     // A stage comes in rounds: some units, or one of an even number of parts of a unit. Where there are few rows, which leave
     // registers free, there are two sets of these, so that one round is on its way while another is multiplied, or all of a stage
     // is there before its rows are. Where it is more than that, both together want half of the ring at most: the rest is on its way.

@@ -131,15 +131,18 @@ class Stages : protected Layout<M> {
         return rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
     }
 
-    // Slope and level of PER outputs, in turn; the first that a thread needs are asked for long before.
-    using Lines = Vec<float, 2 * PER>;
+    // Slope, level and, of CODES, scale of PER outputs, in turn; the first that a thread needs are asked for long before.
+    static constexpr int LINE = M::CODES ? 3 : 2;
+    struct Lines {
+        float at[LINE * PER];
+    };
     template <Stage STAGE>
     __device__ __forceinline__ Lines lines(int output) const {
         const long long at = static_cast<long long>(layer) * (3 * WIDTH + INNER) + (STAGE == FC ? 3 * WIDTH : 0);
-        const auto* from = reinterpret_cast<const unsigned*>(a.lines) + 2 * (at + desk.plan.first[STAGE] * TILE_OUTPUTS + output);
+        const auto* from = reinterpret_cast<const unsigned*>(a.lines) + LINE * (at + desk.plan.first[STAGE] * TILE_OUTPUTS + output);
         Lines found;
 #pragma unroll
-        for (int i = 0; i < 2 * PER; ++i) found.at[i] = __uint_as_float(load_kept(from + i));
+        for (int i = 0; i < LINE * PER; ++i) found.at[i] = __uint_as_float(load_kept(from + i));
         return found;
     }
     template <Stage STAGE>
@@ -153,7 +156,11 @@ class Stages : protected Layout<M> {
         const float mean = mean_of(row), inverse = inverse_deviation(mean, mean_of(ROWS + row));
         const float back = __uint_as_float(0x7f000000u - __float_as_uint(desk.unit[which][row]));  // 1 / unit
 #pragma unroll
-        for (int j = 0; j < PER; ++j) value[j] = (value[j] * back - mean * line.at[2 * j]) * inverse + line.at[2 * j + 1];
+        for (int j = 0; j < PER; ++j) {
+            const float* its = line.at + LINE * j;
+            if (M::CODES) value[j] *= its[LINE - 1];
+            value[j] = (value[j] * back - mean * its[0]) * inverse + its[1];
+        }
         return inverse;
     }
     __device__ __forceinline__ float mean_of(int sums) const { return sum_of<WARPS>(desk.sums[sums]) * (1.f / WIDTH); }
@@ -231,7 +238,9 @@ class Stages : protected Layout<M> {
             const int output = desk.plan.first[STAGE] * TILE_OUTPUTS + own;
 #pragma unroll
             for (int j = 0; j < PER; ++j) {
-                value[j] += to_float(desk.bias[layer * BIASES + BIAS_AT + own + j]);
+                const int known = layer * BIASES + BIAS_AT + own + j;
+                if (M::CODES) value[j] *= desk.scale[M::CODES ? known : 0];
+                value[j] += to_float(desk.bias[known]);
                 post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
             }
         });
