@@ -8,6 +8,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from warpline.bench.requests import Asked, Batch, batches
 from warpline.bench.workloads import Case
 from warpline.errors import ConfigError
 from warpline.model.parameters import Step
+from warpline.model.quantise import quantised
 from warpline.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -217,3 +219,13 @@ class Method(ABC):
     def close(self) -> None:
         """Let go of what it holds."""
         del self.weights
+
+
+class InInt8(Method):
+    """A method with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
+
+    exact = False
+    stored = "int8"
+
+    def __init__(self, weights: Weights, case: Case, device: torch.device):
+        super().__init__(quantised(weights), replace(case, dtype="int8"), device)

@@ -16,12 +16,14 @@ METHODS = {
     "graph": "ours:OnGraph",
     "graph-int8": "ours:OnGraphInt8",
     "persistent": "ours:OnPersistent",
+    "persistent-int8": "ours:OnPersistentInt8",
     "hf-eager": "hf:Eager",
     "hf-sdpa": "hf:Sdpa",
     "hf-static-compile": "hf:StaticCompiled",
     "static-kv": "static_kv:StaticKV",
     "static-kv-graph": "static_kv:StaticKVGraph",
     "static-kv-compile": "static_kv:StaticKVCompiled",
+    "static-kv-compile-int8": "static_kv:StaticKVCompiledInt8",
     "ctranslate2": "ct2:CTranslate2",
     "ctranslate2-int8": "ct2:CTranslate2Int8",
     "onnxruntime": "ort:OnnxRuntime",
@@ -30,10 +32,14 @@ METHODS = {
 #: What a user calls, and what all are compared with where it was measured.
 HEADLINE, BASELINE = "warpline", "naive"
 #: Those with int8 weights; `--dtype int8` means them.
-INT8 = ("warpline-int8", "cpu-int8", "graph-int8", "ctranslate2-int8")
+INT8 = (
+    "warpline-int8", "cpu-int8", "graph-int8", "persistent-int8", "static-kv-compile-int8", "ctranslate2-int8",
+)  # fmt: skip
 #: The model as one writes it first: what others are compared with, and no peer of theirs.
 NAIVE = ("naive", "naive-compile")
 #: What `auto` chooses, and the public call, which is on it.
-CHOSEN = ("warpline", "warpline-int8", "cpu", "cpu-int8", "persistent", "graph", "graph-int8")
+CHOSEN = (
+    "warpline", "warpline-int8", "cpu", "cpu-int8", "persistent", "persistent-int8", "graph", "graph-int8",
+)  # fmt: skip
 #: Those that are ours to be proud of, or not.
 OURS = (*CHOSEN, "torch", "torch-compile", "kernels")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Counts, Method, Moments, Stamped, Watcher
+from warpline.bench.methods.base import COMPILE_SECONDS, Counts, InInt8, Method, Moments, Stamped, Watcher
 from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
 from warpline.config import SamplingParams
@@ -27,7 +27,6 @@ from warpline.engine.slots import Slots
 from warpline.engine.text import Completion
 from warpline.model.gpt2 import GPT2
 from warpline.model.observe import observed
-from warpline.model.quantise import quantised
 from warpline.model.weights import Weights, read_config
 
 if TYPE_CHECKING:
@@ -99,16 +98,6 @@ class OnLLM(FromHost):
         super().close()
         self._llm.close()
         del self._llm
-
-
-class InInt8(Method):
-    """A method with int8 weights. Not what the others compute, so its tokens may differ; the row says how many do."""
-
-    exact = False
-    stored = "int8"
-
-    def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(quantised(weights), replace(case, dtype="int8"), device)
 
 
 class OnLLMInt8(InInt8, OnLLM):
@@ -372,6 +361,12 @@ class OnPersistent(OnExecutor):
             seen = clocks.cpu()
         us = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]]
         return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened)
+
+
+class OnPersistentInt8(InInt8, OnPersistent):
+    """The same with int8 weights."""
+
+    title = "warpline persistent executor, int8 weights"
 
 
 def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> Iterator[list[Span]]:

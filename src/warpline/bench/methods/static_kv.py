@@ -14,11 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Method, Watcher
+from warpline.bench.methods.base import COMPILE_SECONDS, InInt8, Method, Watcher
 from warpline.bench.workloads import Case
 from warpline.config import ACTIVATIONS
 from warpline.model.gpt2 import activate
 from warpline.model.weights import Weights
+
+
+class _Product(nn.Module):
+    """x weight^T + bias; of int8 codes the scale behind the sum, as gpt-fast has it."""
+
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, weights: Weights, name: str, *, bias: bool = True):
+        super().__init__()
+        matrix = weights.matrix(f"{name}.weight")
+        self.register_buffer("weight", matrix.codes)
+        self.register_buffer("scale", None if matrix.scale is None else matrix.scale.to(weights.activations))
+        self.register_buffer("bias", weights.tensors[f"{name}.bias"] if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scale
+        return y if self.bias is None else y + self.bias
 
 
 class _Block(nn.Module):
@@ -26,14 +47,6 @@ class _Block(nn.Module):
     ln_1_bias: Tensor
     ln_2_weight: Tensor
     ln_2_bias: Tensor
-    attn_c_attn_weight: Tensor
-    attn_c_attn_bias: Tensor
-    attn_c_proj_weight: Tensor
-    attn_c_proj_bias: Tensor
-    mlp_c_fc_weight: Tensor
-    mlp_c_fc_bias: Tensor
-    mlp_c_proj_weight: Tensor
-    mlp_c_proj_bias: Tensor
     k: Tensor
     v: Tensor
 
@@ -42,17 +55,18 @@ class _Block(nn.Module):
         config = weights.config
         self.heads, self.epsilon = config.n_head, config.layer_norm_epsilon
         self.scale, self.activation = config.attention_scale(layer), ACTIVATIONS[config.activation_function]
-        tensors = {n.removeprefix(f"h.{layer}."): t for n, t in weights.tensors.items() if n.startswith(f"h.{layer}.")}
-        for name, tensor in tensors.items():
-            self.register_buffer(name.replace(".", "_"), tensor)
+        h = f"h.{layer}"
+        for name in ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"):
+            self.register_buffer(name.replace(".", "_"), weights.tensors[f"{h}.{name}"])
+        self.c_attn, self.attn_c_proj = (_Product(weights, f"{h}.attn.{name}") for name in ("c_attn", "c_proj"))
+        self.c_fc, self.mlp_c_proj = (_Product(weights, f"{h}.mlp.{name}") for name in ("c_fc", "c_proj"))
         shape = (batch, config.n_head, slots, config.head_size)
-        some = weights.tensors["wte.weight"]
-        self.register_buffer("k", some.new_zeros(shape))
-        self.register_buffer("v", some.new_zeros(shape))
+        self.register_buffer("k", weights.room(*shape).zero_())
+        self.register_buffer("v", weights.room(*shape).zero_())
 
     def forward(self, x: Tensor, position: Tensor, mask: Tensor | None) -> Tensor:
         y = F.layer_norm(x, x.shape[-1:], self.ln_1_weight, self.ln_1_bias, self.epsilon)
-        qkv = F.linear(y, self.attn_c_attn_weight, self.attn_c_attn_bias)  # [B, T, 3C]
+        qkv = self.c_attn(y)  # [B, T, 3C]
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))  # [B, H, T, D]
         self.k[:, :, position] = k
         self.v[:, :, position] = v
@@ -60,10 +74,10 @@ class _Block(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         else:
             y = F.scaled_dot_product_attention(q, self.k, self.v, mask, scale=self.scale)
-        x = x + F.linear(y.transpose(1, 2).flatten(-2), self.attn_c_proj_weight, self.attn_c_proj_bias)
+        x = x + self.attn_c_proj(y.transpose(1, 2).flatten(-2))
         y = F.layer_norm(x, x.shape[-1:], self.ln_2_weight, self.ln_2_bias, self.epsilon)
-        y = activate(F.linear(y, self.mlp_c_fc_weight, self.mlp_c_fc_bias), self.activation)
-        return x + F.linear(y, self.mlp_c_proj_weight, self.mlp_c_proj_bias)
+        result: Tensor = x + self.mlp_c_proj(activate(self.c_fc(y), self.activation))
+        return result
 
 
 class StaticModel(nn.Module):
@@ -71,10 +85,10 @@ class StaticModel(nn.Module):
     positions 0 to T - 1: they see each other alone, which needs neither cache nor mask."""
 
     wte_weight: Tensor
+    wte_scale: Tensor | None
     wpe_weight: Tensor
     ln_f_weight: Tensor
     ln_f_bias: Tensor
-    head: Tensor
     seen: Tensor
 
     def __init__(self, weights: Weights, batch: int, slots: int, window: int | None):
@@ -83,21 +97,26 @@ class StaticModel(nn.Module):
         self.epsilon, self.window = config.layer_norm_epsilon, window
         for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias"):
             self.register_buffer(name.replace(".", "_"), tensors[name])
-        self.register_buffer("head", tensors.get("lm_head.weight", tensors["wte.weight"]))
+        self.register_buffer("wte_scale", weights.matrix("wte.weight").scale)
+        self.head = _Product(weights, weights.head, bias=False)
         self.blocks = nn.ModuleList(_Block(weights, layer, batch, slots) for layer in range(config.n_layer))
-        seen = torch.ones(slots, slots, dtype=torch.bool, device=tensors["wte.weight"].device).tril()
+        seen = torch.ones(slots, slots, dtype=torch.bool, device=weights.device).tril()
         if window is not None:
             seen &= ~torch.ones_like(seen).tril(-window)
         self.register_buffer("seen", seen)
 
     def forward(self, ids: Tensor, position: Tensor) -> Tensor:
         """One pass; K and V go into the cache."""
-        x = self.wte_weight[ids] + self.wpe_weight[position]
+        x = self.wte_weight[ids]
+        if self.wte_scale is not None:
+            x = (x * self.wte_scale[ids][..., None]).to(self.wpe_weight.dtype)
+        x = x + self.wpe_weight[position]
         mask = None if len(position) > 1 and self.window is None else self.seen[position]  # [T, S]
         for block in self.blocks:
             x = block(x, position, mask)
         x = F.layer_norm(x[:, -1], x.shape[-1:], self.ln_f_weight, self.ln_f_bias, self.epsilon)
-        return F.linear(x, self.head)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 #: From ids [B, T] at positions [T] to the next token [B, 1].
@@ -258,3 +277,9 @@ class StaticKVCompiled(StaticKV):
         if torch.cuda.is_available() or shutil.which("g++") or shutil.which("clang++"):
             return None
         return "torch.compile needs a C++ compiler here"
+
+
+class StaticKVCompiledInt8(InInt8, StaticKVCompiled):
+    """The same with int8 weights, which torch.compile reads as codes and converts on the way."""
+
+    title = "static KV cache, torch.compile, int8 weights"
