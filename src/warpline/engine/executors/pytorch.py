@@ -22,6 +22,7 @@ class TorchExecutor(Executor):
     """Runs `GPT2` as it stands."""
 
     name = "torch"
+    can_quantise_kv = True
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
