@@ -106,13 +106,14 @@ def test_window_and_end_of_text() -> None:
     assert written("kernels", eos) == written("torch", eos)
 
 
+@pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize(("batch", "at_once"), [(1, False), (8, False), (9, False), (9, True)])
-def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_is_somebodys(batch: int, at_once: bool, codes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step reads is a parameter, state, or written before; what it writes has room."""
     monkeypatch.setattr(schedule, "suits", lambda *_, **__: at_once)
     weights = load(SMALL)
-    rules = PassRules(weights)
-    slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.float32)
+    rules = PassRules(weights, kv_codes=codes)
+    slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.int8 if codes else torch.float32)
     named = buffers(rules, slots, slots.crossing.select(range(batch), batch))
     parameters = {**block_parameters(rules, batch), **head_parameters(rules, batch)}
     for end in (End.LIKELIEST, End.DRAWN):
@@ -124,7 +125,7 @@ def test_every_name_is_somebodys(batch: int, at_once: bool, monkeypatch: pytest.
                 assert tuple(named[name].shape) == buffer.shape(dims), (step.op, name)
                 written.add(named[name].untyped_storage().data_ptr())
             for name in step.inputs:
-                fixed = name in parameters or name == "lanes" or hasattr(slots, name) or name.endswith((".k", ".v"))
+                fixed = name in parameters or name == "lanes" or hasattr(slots, name) or ".cache_" in name
                 assert fixed or named[name].untyped_storage().data_ptr() in written, (step.op, name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import SMALL, make_model, make_weights
-from tests.engine.running import news, run
-from warpline import LLM, SamplingParams
 from warpline.codes import decode, encode
 from warpline.config import EngineConfig, ModelConfig
 from warpline.engine.executors import create
-from warpline.engine.request import Request, Span
-from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model.gpt2 import GPT2
 from warpline.model.kv_cache import KVCache
@@ -110,28 +105,6 @@ def test_bytes_of_a_step_count_codes() -> None:
     assert sum(c.kv_bytes for c in cost.costs(seen)) == 4 * each  # three are read, one is written
 
 
-def prompts(count: int) -> list[list[int]]:
-    rng = random.Random(count)
-    return [[rng.randrange(50257) for _ in range(rng.randint(1, 30))] for _ in range(count)]
-
-
-@pytest.mark.parametrize("name", ["torch"])
-def test_tokens_do_not_depend_on_how_a_prompt_is_cut(name: str) -> None:
-    weights = load(SMALL)
-    executor = create(name, weights, CPU, "fp32", INT8)
-    for i, prompt in enumerate(prompts(4)):
-        request = Request(prompt, SamplingParams(temperature=0, ignore_eos=True), 0, i, len(prompt) + 12)
-        (whole,) = run(executor, [request])
-        for size in (1, 4, 9):
-            slots = executor.allocate(2, request.limit)
-            (slot,) = slots.admit([request])
-            for start in range(0, len(prompt), size):
-                end = min(start + size, len(prompt))
-                executor.prefill(slots, [Span(slot, start, end, (slot,) if end == len(prompt) else ())])
-            executor.decode(slots, [slot], 11)
-            assert news(slots, [slot]) == [whole]
-
-
 def test_a_copy_and_an_erasure_are_of_scales_too() -> None:
     slots = create("torch", load(SMALL), CPU, "fp32", INT8).allocate(4, 9)
     cache = slots.cache
@@ -144,18 +117,3 @@ def test_a_copy_and_an_erasure_are_of_scales_too() -> None:
     assert not torch.equal(cache.scales[:, 3, :, 5:], cache.scales[:, 2, :, 5:])
     slots.erase(3)
     assert not cache.scales[:, 3].any()
-
-
-def test_who_cannot_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"the cpu executor has no kv_dtype='int8': use .*--executor torch"):
-        LLM(SMALL, device="cpu", kv_dtype="int8")
-
-
-def test_completions_of_one_prompt_share_it() -> None:
-    llm = LLM(SMALL, device="cpu", executor="torch", kv_dtype="int8", max_batch=4)
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=10)
-    shared = [c.token_ids for c in llm.generate([1, 2, 3] * 9, replace(params, n=3))]
-    llm.engine.scheduler.prompt_tokens = 8  # the same in parts
-    assert [c.token_ids for c in llm.generate([1, 2, 3] * 9, replace(params, n=3))] == shared
-    assert llm.generate([1, 2, 3] * 9, params)[0].token_ids == shared[0]
-    assert llm.generate([1, 2, 3] * 9, params)[0].timings.kv_dtype == "int8"

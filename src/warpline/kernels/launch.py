@@ -23,6 +23,7 @@ TORCH_TYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+    "int8": torch.int8,
     "int32": torch.int32,
     "int64": torch.int64,
     "bool": torch.bool,
