@@ -84,6 +84,7 @@ def test_stop_takes_one_text_or_many() -> None:
         ),
         ({"window": 10**20}, "window"),
         ({"dtype": "fp61"}, "did you mean 'fp16'"),
+        ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
         ({"window": 0}, "window"),
         ({"max_batch": 0}, "max_batch"),
     ],

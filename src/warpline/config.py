@@ -16,6 +16,8 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 WEIGHT_BYTES = {**DTYPE_BYTES, "int8": 1}
 KV_DTYPES = {**{dtype: dtype for dtype in DTYPE_BYTES}, "int8": "fp16"}
 ACTIVATION_DTYPES = {**KV_DTYPES, "int8": "fp32"}
+#: What the KV cache may be instead: codes, and scales (model/kv_cache.py).
+KV_CODES = ("int8",)
 #: Half a unit in the last place of each.
 ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")
@@ -281,6 +283,8 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
+    #: "int8": keys and values as codes of a byte; None keeps them as the activations are.
+    kv_dtype: str | None = None
     executor: str = "auto"
     #: Attend to this many positions only; None keeps the model's own setting.
     window: int | None = None
@@ -309,6 +313,8 @@ class EngineConfig:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", self.device):
             one_of(self.device, (*DEVICES, "cuda:0"), "device")
         one_of(self.dtype, ("auto", *WEIGHT_BYTES), "dtype")
+        if self.kv_dtype is not None:
+            one_of(self.kv_dtype, KV_CODES, "kv_dtype")
         _require_window(self.window)
         most = self.max_batch
         _require(most is None or (_is_int(most) and most > 0), f"max_batch must be at least 1, not {most}")

@@ -106,14 +106,16 @@ def test_window_and_end_of_text() -> None:
     assert written("kernels", eos) == written("torch", eos)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize(("dtype", "codes"), [("fp32", False), ("fp32", True), ("int8", False)])
 @pytest.mark.parametrize(("batch", "at_once"), [(1, False), (8, False), (9, False), (9, True)])
-def test_every_name_is_somebodys(batch: int, at_once: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_is_somebodys(
+    batch: int, at_once: bool, dtype: str, codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a step reads is a parameter, state, or written before; what it writes has room."""
     monkeypatch.setattr(schedule, "suits", lambda *_, **__: at_once)
     weights = load(SMALL, dtype=dtype)
-    rules = PassRules(weights)
-    slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.float32)
+    rules = PassRules(weights, kv_codes=codes)
+    slots = Slots(weights.config, batch, 20, device=CPU, dtype=torch.int8 if codes else torch.float32)
     named = buffers(rules, slots, slots.crossing.select(range(batch), batch))
     parameters = {**block_parameters(rules, batch), **head_parameters(rules, batch)}
     for end in (End.LIKELIEST, End.DRAWN):
@@ -125,7 +127,7 @@ def test_every_name_is_somebodys(batch: int, at_once: bool, dtype: str, monkeypa
                 assert tuple(named[name].shape) == buffer.shape(dims), (step.op, name)
                 written.add(named[name].untyped_storage().data_ptr())
             for name in step.inputs:
-                fixed = name in parameters or name == "lanes" or hasattr(slots, name) or name.endswith((".k", ".v"))
+                fixed = name in parameters or name == "lanes" or hasattr(slots, name) or ".cache_" in name
                 assert fixed or named[name].untyped_storage().data_ptr() in written, (step.op, name)
 
 

@@ -15,9 +15,8 @@ ORDER = {
     "standard_matmul_bias": ("chains", "segments"),
     "standard_matmul_bias_gelu": ("chains", "segments"),
     "group_matmul_bias_residual": ("chains", "segments"),
-    "append_attention": ("warps", "unroll", "part"),
-    "decode_attention": ("warps", "unroll", "part"),
-    "prompt_attention": ("tile_queries", "tile_keys", "warps", "teams"),
+    **dict.fromkeys(("append_attention", "append_attention_int8", "decode_attention"), ("warps", "unroll", "part")),
+    **dict.fromkeys(("prompt_attention", "prompt_attention_int8"), ("tile_queries", "tile_keys", "warps", "teams")),
     **dict.fromkeys(("matmul", "matmul_bias", "matmul_bias_gelu", "matmul_bias_residual"), ("warps_k", "splits")),
 }
 
@@ -33,7 +32,7 @@ def test_every_op_says_what_decides_its_sums() -> None:
 
 @pytest.mark.parametrize("spec", INVARIANT, ids=lambda spec: spec.name)
 def test_they_are_the_same_for_any_rows(spec: KernelSpec) -> None:
-    rows = "batch" if "attention" in spec.name and spec.name != "prompt_attention" else "rows"
+    rows = "batch" if "batch" in spec.bench_dims[0] else "rows"
     for dtype, arch in targets(spec):
         for dims in spec.bench_dims:
             found = set()

@@ -10,7 +10,8 @@ from tests.conftest import SMALL
 from warpline.config import FAMILY, ModelConfig
 from warpline.engine.executors import create
 from warpline.model import cost, parameters
-from warpline.model.gpt2 import GPT2, KVCache
+from warpline.model.gpt2 import GPT2
+from warpline.model.kv_cache import KVCache
 from warpline.model.observe import observed
 from warpline.model.parameters import Step
 from warpline.model.weights import load

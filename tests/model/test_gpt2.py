@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.conftest import make_model, make_weights
 from warpline.config import FAMILY, ModelConfig
 from warpline.model import parameters
-from warpline.model.gpt2 import GPT2, KVCache
+from warpline.model.gpt2 import GPT2
+from warpline.model.kv_cache import KVCache
 from warpline.model.weights import Weights, checkpoint
 
 LENGTHS = (1, 2, 127, 128, 1023, 1024)

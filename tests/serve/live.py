@@ -98,6 +98,7 @@ class Standin:
     """Stands in for `LLM`: every sequence gets token after token, at a pace and with mishaps of the test's choosing."""
 
     model, dtype, device = "/some/where/standin", "fp32", hardware.describe("cpu")
+    kv_dtype: str | None = None
     folder: Path | None = None
     config, tokenizer = ModelConfig(n_positions=1024), TOKENIZER
 

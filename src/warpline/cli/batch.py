@@ -12,6 +12,7 @@ from warpline.cli.common import (
     Deterministic,
     Device,
     Dtype,
+    KvDtype,
     RepetitionPenalty,
     Seed,
     Speculate,
@@ -55,6 +56,7 @@ def batch(
     max_batch: Annotated[int | None, typer.Option(help="Sequences that run at once; what fits if not given.")] = None,
     device: Device = _ENGINE.device,
     dtype: Dtype = _ENGINE.dtype,
+    kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU, of each replica; all cores if not given.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
@@ -74,7 +76,7 @@ def batch(
         )  # fmt: skip
     done = generate(
         prompts, out, model=model, params=params, column=column, replicas=replicas, ray_address=ray_address,
-        max_batch=max_batch, device=device, dtype=dtype, executor=executor, threads=threads,
+        max_batch=max_batch, device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, threads=threads,
         deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
         speculative_table=speculative_table,
     )  # fmt: skip

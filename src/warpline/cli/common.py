@@ -37,6 +37,10 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 NEW_TOKENS, PROMPT_TOKENS = "--new-tokens", "--prompt-tokens"
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or int8.", callback=our_name)]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(help="int8 keeps keys and values as codes of a byte, on a GPU; else as the dtype has them."),
+]
 Speculate = Annotated[
     str, typer.Option(help="ngram runs drafts of further tokens, on a CPU: the same text, sooner where it repeats.")
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, Deterministic, Device, Dtype
+from warpline.cli.common import NEW_TOKENS, PROMPT_TOKENS, Deterministic, Device, Dtype, KvDtype
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError
 from warpline.model.builtin import DEFAULT
@@ -31,6 +31,7 @@ def diff(
     ] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = DEFAULT,
     dtype: Dtype = "auto",
+    kv_dtype: KvDtype = _ENGINE.kv_dtype,
     device: Device = "auto",
     prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", help="Tokens that go before.")] = 16,
     tokens: Annotated[int, typer.Option(NEW_TOKENS, "--tokens", help="Tokens to decode and compare.")] = 8,
@@ -57,7 +58,7 @@ def diff(
             raise ConfigError(f"{name} must be at least 1, not {value}")
     if alone and against is not None:
         raise ConfigError("--alone compares an executor with itself: leave --against out")
-    engine = asdict(EngineConfig(device=device, dtype=dtype, deterministic=deterministic))
+    engine = asdict(EngineConfig(device=device, dtype=dtype, kv_dtype=kv_dtype, deterministic=deterministic))
 
     import random
 

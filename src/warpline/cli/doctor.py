@@ -61,12 +61,17 @@ def _describe(device: Device) -> str:
 
 
 def _slots(device: Device, index: int) -> dict[str, int]:
-    """How many sequences run at once unless `max_batch` says otherwise, for a small and a large model."""
+    """How many sequences run at once unless `max_batch` says otherwise, for a small and a large model; on a GPU also
+    where their keys and values are codes."""
     from warpline.config import FAMILY
     from warpline.engine.llm import default_slots
 
     dtype, name = ("fp16", f"cuda:{index}") if device.kind == "cuda" else ("fp32", "cpu")
-    return {f"{model} {dtype}": default_slots(FAMILY[model][1], dtype, name) for model in ("gpt2", "gpt2-xl")}
+    counts = {f"{model} {dtype}": default_slots(FAMILY[model][1], dtype, name) for model in ("gpt2", "gpt2-xl")}
+    if device.kind == "cuda":
+        coded = f"gpt2-xl {dtype} with an int8 KV cache"
+        counts[coded] = default_slots(FAMILY["gpt2-xl"][1], dtype, name, "int8")
+    return counts
 
 
 def _count(stored: Summary) -> str:

@@ -18,6 +18,7 @@ from warpline.cli.common import (
     Device,
     Dtype,
     FrequencyPenalty,
+    KvDtype,
     PresencePenalty,
     RepetitionPenalty,
     Seed,
@@ -70,6 +71,7 @@ def generate(
     n: Annotated[int, typer.Option("--n", "-n", help="Number of completions.")] = _SAMPLING.n,
     device: Device = _ENGINE.device,
     dtype: Dtype = _ENGINE.dtype,
+    kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[
         str, typer.Option(help="auto, torch, on a CPU cpu, on a GPU persistent, graph or kernels.")
     ] = _ENGINE.executor,
@@ -100,8 +102,9 @@ def generate(
         )
         # Settings are checked before torch is imported, so that a mistake is answered at once.
         engine = EngineConfig(
-            device=device, dtype=dtype, executor=executor, window=window, threads=threads, deterministic=deterministic,
-            speculate=speculate, speculative_tokens=speculative_tokens, speculative_table=speculative_table,
+            device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, window=window, threads=threads,
+            deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
+            speculative_table=speculative_table,
         )  # fmt: skip
     wake_gpu(device)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpline.cli.common import Deterministic, Device, Dtype, Speculate, SpeculativeTable, SpeculativeTokens
+from warpline.cli.common import Deterministic, Device, Dtype, KvDtype, Speculate, SpeculativeTable, SpeculativeTokens
 from warpline.config import EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model.builtin import DEFAULT
@@ -49,6 +49,7 @@ def serve(
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM.")] = 30.0,
     device: Device = _ENGINE.device,
     dtype: Dtype = _ENGINE.dtype,
+    kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
@@ -75,7 +76,7 @@ def serve(
         raise ConfigError(f"port must be between 0 and 65535, not {port}")
     engine = asdict(
         EngineConfig(
-            device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads,
+            device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, max_batch=max_batch, threads=threads,
             deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
             speculative_table=speculative_table,
         )

@@ -40,11 +40,11 @@ MOST_SLOTS = {"cuda": 256, "cpu": 32}
 SHARE_OF_MEMORY = {"cuda": 0.5, "cpu": 0.25}
 
 
-def default_slots(config: ModelConfig, dtype: str, device: str) -> int:
+def default_slots(config: ModelConfig, dtype: str, device: str, kv_dtype: str | None = None) -> int:
     """Sequences whose KV cache fits into a share of the memory that is free now."""
     kind = device.partition(":")[0]
     free = hardware.free_bytes(device)
-    each = config.n_positions * cost.kv_bytes_per_position(config, dtype)
+    each = config.n_positions * cost.kv_bytes_per_position(config, dtype, kv_dtype)
     fits = MOST_SLOTS[kind] if free is None else int(SHARE_OF_MEMORY[kind] * free) // each - 1  # one is for parking
     return max(1, min(MOST_SLOTS[kind], fits))
 
@@ -62,6 +62,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        kv_dtype: str | None = None,
         executor: str = "auto",
         window: int | None = None,
         max_batch: int | None = None,
@@ -72,8 +73,8 @@ class LLM:
         speculative_table: bool = False,
     ):
         asked = EngineConfig(
-            device=device, dtype=dtype, executor=executor, window=window, max_batch=max_batch, threads=threads,
-            deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
+            device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, window=window, max_batch=max_batch,
+            threads=threads, deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
             speculative_table=speculative_table,
         )  # fmt: skip
         one_of(asked.executor, executors.EXECUTORS, "executor")
@@ -98,29 +99,29 @@ class LLM:
         dtype: str,
         *,
         executor: str = "auto",
+        kv_dtype: str | None = None,
         max_batch: int | None = None,
         window: int | None = None,
     ) -> LLM:
         """One over weights that are loaded already."""
         made, device = cls.__new__(cls), numbered(device)
         chosen = executors.choose(executor, device, loaded.config, dtype)
-        made._assemble(loaded.name, loaded, device, dtype, chosen, EngineConfig(max_batch=max_batch, window=window))
+        asked = EngineConfig(kv_dtype=kv_dtype, max_batch=max_batch, window=window)
+        made._assemble(loaded.name, loaded, device, dtype, chosen, asked)
         return made
 
     def _assemble(
         self, model: str, loaded: Weights, device: torch.device, dtype: str, executor: str, asked: EngineConfig
     ) -> None:
-        self.model, self.dtype, self.device = model, dtype, hardware.describe(str(device))
+        self.model, self.dtype, self.kv_dtype = model, dtype, asked.kv_dtype
+        self.device = hardware.describe(str(device))
         if asked.window is not None:
             loaded = replace(loaded, config=replace(loaded.config, window=asked.window))
         with explained_memory(f"running {model} as {dtype}"):
             self.executor = executors.create(executor, loaded, device, dtype, asked)
-        self.config, self.folder = loaded.config, loaded.folder
-        self.tokenizer = loaded.tokenizer()
-        count = asked.max_batch or default_slots(self.config, dtype, str(device))
-        self.engine = Engine(
-            self.executor, count, self.config.n_positions + 1, model=model
-        )  # one token needs no position
+        self.config, self.folder, self.tokenizer = loaded.config, loaded.folder, loaded.tokenizer()
+        count = asked.max_batch or default_slots(self.config, dtype, str(device), asked.kv_dtype)
+        self.engine = Engine(self.executor, count, self.config.n_positions + 1, model=model)  # one needs no position
         self.max_batch = self.engine.count
         self._worker = Worker(self.engine)
         self._seeds = random.Random()  # seeded by the system; for requests without a seed
@@ -151,7 +152,7 @@ class LLM:
         many = _as_list(prompts)
         if not many:
             raise ConfigError("there is no prompt: give at least one")
-        timings = Timings(self.config, self.dtype)
+        timings = Timings(self.config, self.dtype, self.kv_dtype)
         pairs = self._requests(many, _spread(params, len(many)))
         texts = Texts(self.tokenizer, len(pairs))
         jobs = [Job(pair[1], timings=timings, arrays=arrays) for pair, arrays in zip(pairs, texts.arrays, strict=True)]
@@ -229,7 +230,7 @@ class LLM:
         if params.n != 1:
             raise ConfigError("this gives one completion: use generate for n > 1")
         ((given, request),) = self._requests([prompt], [params])
-        job = Job(request, followed=True, timings=Timings(self.config, self.dtype))
+        job = Job(request, followed=True, timings=Timings(self.config, self.dtype, self.kv_dtype))
         return job, self._watch(job), given
 
     def _watch(self, job: Job) -> Text:

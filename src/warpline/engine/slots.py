@@ -21,7 +21,7 @@ from warpline.config import ModelConfig
 from warpline.engine.crossing import Crossing, HostCrossing, KernelCrossing, Report, TorchCrossing
 from warpline.engine.request import Needs, Request, joined, needs_of
 from warpline.errors import ConfigError
-from warpline.model.gpt2 import KVCache
+from warpline.model.kv_cache import KVCache
 
 #: The record of a slot: what there is one of for each. They are rows of one matrix per type.
 WHOLE = ("length", "known", "limit", "min_length", "top_k", "reported")
@@ -153,13 +153,13 @@ class Slots(Record):
     def erase(self, slot: int) -> None:
         """What is no number in a slot's cache would reach the next sequence through torch's attention, which multiplies
         what it masks by 0."""
-        for cache in (self.cache.k, self.cache.v):
+        for cache in self.cache.tensors:
             cache[:, slot].zero_()
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Have the first positions of a slot's cache in others as well."""
         index = torch.tensor(targets, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
-        for cache in (self.cache.k, self.cache.v):  # [layer, slot, head, position, depth]
+        for cache in self.cache.tensors:  # [layer, slot, head, position, depth]
             cache[:, index, :, :length] = cache[:, source : source + 1, :, :length]
 
     def _room_for_logprobs(self, top: int | None) -> None:

@@ -37,6 +37,7 @@ class Timings:
 
     config: ModelConfig
     dtype: str
+    kv_dtype: str | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     #: Steps after the first token: passes over the weights.
@@ -58,7 +59,9 @@ class Timings:
     def decode_bytes(self) -> int:
         """Bytes of weights and KV cache that the steps had to move."""
         return sum(
-            cost.decode_bytes(self.config, self.dtype, lengths=lengths, steps=steps, screened=screened)
+            cost.decode_bytes(
+                self.config, self.dtype, lengths=lengths, steps=steps, screened=screened, kv_dtype=self.kv_dtype
+            )
             for lengths, steps, screened in self.moved
         )
 

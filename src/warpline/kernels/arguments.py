@@ -38,6 +38,8 @@ class Values:
     #: Integers from `lowest` to the extent of a dimension, inclusive where `lowest` is 1 (counts), else exclusive.
     upto: str | None = None
     lowest: int = 0
+    #: Whether a test takes them as they are: what follows from them in steps, as codes do, is not moved by rounding.
+    exact: bool = False
     #: Floats between two bounds instead of normally distributed ones.
     between: tuple[float, float] | None = None
     #: Where no range says it: a function of the dimensions and, under their names, the tunables, which draws with a
@@ -87,6 +89,8 @@ def often(value: float, low: float, high: float, shape: str) -> Values:
 
 
 STORAGE = Values()
+#: Of the storage type, to be rounded to codes; codes, and scales that give them the size of normal numbers (codes.py).
+TO_CODES, CODES, SCALES = Values(exact=True), Values("int8"), Values("fp32", between=(0.005, 0.02))
 FLOAT = Values("fp32")
 HALF = Values("fp16")
 BITS = Values("int32")
@@ -203,9 +207,9 @@ def tiles(name: str, dims: str, rows: str) -> Buffer:
     return Buffer(name, tuple(dims.split()), tiled_by=rows)
 
 
-def views(name: str, dims: str) -> Buffer:
+def views(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
     """An input that may be strided."""
-    return Buffer(name, tuple(dims.split()), strided=True)
+    return replace(reads(name, dims, holds, touched=touched), strided=True)
 
 
 def updates(

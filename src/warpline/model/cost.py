@@ -43,6 +43,7 @@ class Workload:
 
     config: ModelConfig
     dtype: str
+    kv_dtype: str | None = None
     batch: int = 1
     new: int = 1
     past: int = 0
@@ -63,14 +64,22 @@ class Workload:
         return min(self.past, window - 1)
 
 
-def decode(config: ModelConfig, dtype: str, *, batch: int = 1, context: int = 0, screened: bool = False) -> Workload:
+def decode(
+    config: ModelConfig,
+    dtype: str,
+    *,
+    batch: int = 1,
+    context: int = 0,
+    screened: bool = False,
+    kv_dtype: str | None = None,
+) -> Workload:
     """One decode step with `context` positions in the cache."""
-    return Workload(config=config, dtype=dtype, batch=batch, past=context, screened=screened)
+    return Workload(config=config, dtype=dtype, kv_dtype=kv_dtype, batch=batch, past=context, screened=screened)
 
 
-def prefill(config: ModelConfig, dtype: str, *, batch: int = 1, tokens: int) -> Workload:
+def prefill(config: ModelConfig, dtype: str, *, batch: int = 1, tokens: int, kv_dtype: str | None = None) -> Workload:
     """The prompt, `tokens` long."""
-    return Workload(config=config, dtype=dtype, batch=batch, new=tokens)
+    return Workload(config=config, dtype=dtype, kv_dtype=kv_dtype, batch=batch, new=tokens)
 
 
 def costs(work: Workload) -> list[StepCost]:
@@ -89,9 +98,10 @@ def total_flops(work: Workload) -> int:
     return sum(cost.flops for cost in costs(work))
 
 
-def kv_bytes_per_position(config: ModelConfig, dtype: str) -> int:
-    """Bytes one position of one sequence takes in the KV cache."""
-    return 2 * config.n_layer * config.n_embd * DTYPE_BYTES[KV_DTYPES[dtype]]
+def kv_bytes_per_position(config: ModelConfig, dtype: str, kv_dtype: str | None = None) -> int:
+    """Bytes one position of one sequence takes in the KV cache: in int8 codes, and a scale for each head."""
+    each = config.n_embd + 4 * config.n_head if kv_dtype == "int8" else config.n_embd * DTYPE_BYTES[KV_DTYPES[dtype]]
+    return 2 * config.n_layer * each
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
@@ -106,15 +116,23 @@ def _stored(name: str, shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) + 4 * shape[0] if is_quantised(name) else 4 * math.prod(shape)
 
 
-def decode_bytes(config: ModelConfig, dtype: str, *, lengths: Sequence[int], steps: int, screened: bool = False) -> int:
+def decode_bytes(
+    config: ModelConfig,
+    dtype: str,
+    *,
+    lengths: Sequence[int],
+    steps: int,
+    screened: bool = False,
+    kv_dtype: str | None = None,
+) -> int:
     """Bytes that `steps` decode steps must move for rows that begin with `lengths` cached positions each."""
-    fixed = total_bytes(decode(config, dtype, batch=len(lengths), context=0, screened=screened))
+    fixed = total_bytes(decode(config, dtype, batch=len(lengths), context=0, screened=screened, kv_dtype=kv_dtype))
     furthest = steps + max(lengths) if config.window is None else config.window - 1
     positions = 0
     for length in lengths:  # the sum of min(length + i, furthest) over the steps i
         growing = min(max(furthest - length, 0), steps)
         positions += growing * length + growing * (growing - 1) // 2 + (steps - growing) * furthest
-    return steps * fixed + positions * kv_bytes_per_position(config, dtype)
+    return steps * fixed + positions * kv_bytes_per_position(config, dtype, kv_dtype)
 
 
 def _cost(step: p.Step, work: Workload) -> StepCost:
@@ -157,7 +175,7 @@ def _cost(step: p.Step, work: Workload) -> StepCost:
         step=step,
         calls=layers,
         weight_bytes=layers * _weight_bytes(step, work),
-        kv_bytes=layers * _kv_elements(step, work) * DTYPE_BYTES[KV_DTYPES[work.dtype]],
+        kv_bytes=layers * _kv_bytes(step, work),
         activation_bytes=layers * elements * size,
         flops=layers * flops,
     )
@@ -175,8 +193,9 @@ def _weight_bytes(step: p.Step, work: Workload) -> int:
     return sum(_stored(name, shapes[name], work.dtype) for name in step.parameters)
 
 
-def _kv_elements(step: p.Step, work: Workload) -> int:
-    per_position = 2 * work.config.n_embd
+def _kv_bytes(step: p.Step, work: Workload) -> int:
+    """Of one layer."""
+    per_position = kv_bytes_per_position(work.config, work.dtype, work.kv_dtype) // work.config.n_layer
     if step is p.KV_CACHE:  # written
         return work.batch * work.new * per_position
     if step is p.FUSED_ATTENTION:  # read; the new tokens' own K and V are activations

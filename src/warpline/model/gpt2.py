@@ -7,45 +7,14 @@ observer and does nothing otherwise.
 
 from __future__ import annotations
 
-import math
-import mmap
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpline.config import ACTIVATIONS, ModelConfig
 from warpline.model import parameters as p
+from warpline.model.kv_cache import KVCache
 from warpline.model.observe import during
-
-
-class KVCache:
-    """Keys and values of every layer, allocated once: [layer, slot, head, position, depth]. A sequence has a slot."""
-
-    def __init__(self, config: ModelConfig, slots: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, slots, config.n_head, capacity, config.head_size)
-        self.k, self.v = (_zeros(shape, device, dtype) for _ in range(2))
-
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, position: Tensor, span: int, slots: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, H, T, D] at `position` [B, T] of `slots` [B], or of the first B; return what these have at
-        0 … span-1."""
-        keys, values = self.k[layer], self.v[layer]
-        row = torch.arange(len(position), device=position.device) if slots is None else slots
-        keys[row[:, None], :, position] = k.transpose(1, 2)
-        values[row[:, None], :, position] = v.transpose(1, 2)
-        if slots is None:  # no copy
-            return keys[: len(position), :, :span], values[: len(position), :, :span]
-        return keys[slots, :, :span], values[slots, :, :span]
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On a CPU such as take no memory, and no time, before they are written to: there may be many slots."""
-    if device.type != "cpu":
-        return torch.zeros(shape, device=device, dtype=dtype)
-    room = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(room, dtype=dtype).view(shape)
 
 
 def visible(position: Tensor, span: int, window: int | None) -> Tensor:

@@ -76,7 +76,10 @@ _BY_OP: dict[str, tuple[p.Step, ...]] = {
     "newest_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "prompt_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "append_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
+    "append_attention_int8": (p.KV_CACHE, p.FUSED_ATTENTION),
     "prompt_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
+    "quantise_kv": (p.KV_CACHE,),
+    "prompt_attention_int8": (p.FUSED_ATTENTION,),
     "head_argmax": (p.LN_F, p.LM_HEAD),
     "row_statistics": (p.LN_1,),  # of the first block: later ones are left by products
 }

@@ -58,6 +58,7 @@ def generate(
     ray_address: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    kv_dtype: str | None = None,
     executor: str = "auto",
     max_batch: int | None = None,
     threads: int | None = None,
@@ -79,7 +80,7 @@ def generate(
     began = time.perf_counter()
     out = Path(out)
     asked = EngineConfig(
-        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads,
+        device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, max_batch=max_batch, threads=threads,
         deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
         speculative_table=speculative_table,
     )  # fmt: skip
@@ -96,8 +97,8 @@ def generate(
     source = _source(data, out, column)
     config = weights.read_config(model)
     job = {
-        "input": digest(source), "model": model, "dtype": dtype, "column": column, "chunk": chunk or _chunk(asked),
-        "params": asdict(params), "vocab": config.vocab_size,
+        "input": digest(source), "model": model, "dtype": dtype, "kv_dtype": kv_dtype, "column": column,
+        "chunk": chunk or _chunk(asked), "params": asdict(params), "vocab": config.vocab_size,
     }  # fmt: skip
     with closing(Output(out, job)) as output:
         resumed, size = output.lines, int(output.job["chunk"])

@@ -43,6 +43,7 @@ def deployment(
     replicas: int | tuple[int, int] = 1,
     device: str = "auto",
     dtype: str = "auto",
+    kv_dtype: str | None = None,
     executor: str = "auto",
     max_batch: int | None = None,
     threads: int | None = None,
@@ -57,8 +58,9 @@ def deployment(
     GPU, or the share of one that `gpus` says, or `threads` CPU cores (1 if not given).
     """
     asked = EngineConfig(
-        device=device, dtype=dtype, executor=executor, max_batch=max_batch, threads=threads, deterministic=deterministic
-    )
+        device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, max_batch=max_batch, threads=threads,
+        deterministic=deterministic,
+    )  # fmt: skip
     ray = cluster.require_ray(serve=True)
     has = ray.cluster_resources() if ray.is_initialized() else cluster.here()
     least = replicas if isinstance(replicas, int) else replicas[0]

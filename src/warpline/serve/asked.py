@@ -80,7 +80,9 @@ class Asked:
 
         backend, limit = state.backend, len(ids) + params.max_tokens
         job = Job(
-            Request(ids, params, seed, sample, limit), followed=True, timings=Timings(backend.config, backend.dtype)
+            Request(ids, params, seed, sample, limit),
+            followed=True,
+            timings=Timings(backend.config, backend.dtype, backend.kv_dtype),
         )
         text = watched(job, backend.tokenizer, backend.config.eos_token_id) if params.stops else None
         if self.logprobs is not None or (self.interval is not None and self.streamed):

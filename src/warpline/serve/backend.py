@@ -45,6 +45,7 @@ class Backend(Protocol):
 
     model: str
     dtype: str
+    kv_dtype: str | None
     config: ModelConfig
     tokenizer: Tokenizer
     max_batch: int

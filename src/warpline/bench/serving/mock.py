@@ -127,6 +127,7 @@ class Mock:
     """A model that has a tokenizer and a shape and no weights; `serve.backend.Backend` to the server."""
 
     dtype = "none"
+    kv_dtype: str | None = None
     folder: Path | None = None
 
     def __init__(self, model: str, max_batch: int = 1024):

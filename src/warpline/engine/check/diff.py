@@ -22,6 +22,9 @@ from warpline.engine.slots import Slots
 #: Roundings of one layer that add up, like a random walk, relative to a row's largest value; and how many times that is
 #: still called the same.
 _PER_LAYER, _SLACK = 8, 6.0
+#: Where a KV cache holds codes, a number between two of them becomes either, which is up to 2^-7 of a row's largest.
+#: From the first layer on this allows for twice as much.
+_CODES = 2**-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,13 @@ def compare(
     """Decode the last `steps` tokens of each text with both; `second` is taken to be right."""
     sides = [(executor, *_begin(executor, texts, steps)) for executor in (first, second)]
     names = order(first.config.n_layer)
+    unit = max(ROUNDING[KV_DTYPES[first.dtype]], _CODES if first.kv_dtype or second.kv_dtype else 0)
     for step in range(steps):
         found, expected = (executor.observe(slots, lanes) for executor, slots, lanes in sides)
         for name in names:
             if name in found and name in expected:
                 layer = int(name.split(".")[1]) if name.startswith("h.") else first.config.n_layer
-                row = _worst(found[name], expected[name], layer, first.dtype)
+                row = _worst(found[name], expected[name], layer, unit)
                 if row is not None:
                     return Difference(len(texts[row[0]]) - steps + step, row[0], name, *row[1:])
         tick()
@@ -111,10 +115,10 @@ def _begin(executor: Executor, texts: Sequence[Sequence[int]], steps: int) -> tu
     return slots, lanes
 
 
-def _worst(found: Tensor, expected: Tensor, layer: int, dtype: str) -> tuple[int, float, float, float] | None:
+def _worst(found: Tensor, expected: Tensor, layer: int, unit: float) -> tuple[int, float, float, float] | None:
     """The row furthest beyond what rounding allows by that layer: itself, its error, what is allowed, its size."""
     error = (found.double() - expected.double()).abs().nan_to_num(torch.inf).flatten(1).amax(dim=1)
     size = expected.double().abs().flatten(1).amax(dim=1)
-    allowed = _SLACK * ROUNDING[KV_DTYPES[dtype]] * (_PER_LAYER * (layer + 1)) ** 0.5 * size
+    allowed = _SLACK * unit * (_PER_LAYER * (layer + 1)) ** 0.5 * size
     row = int((error / allowed.clamp(min=1e-30)).argmax())
     return (row, float(error[row]), float(allowed[row]), float(size[row])) if error[row] > allowed[row] else None

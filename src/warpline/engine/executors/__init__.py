@@ -90,6 +90,9 @@ def create(
         raise ConfigError(f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor auto")
     if asked.speculate != "off" and not kind.can_speculate:
         raise ConfigError(f"the {name} executor has no speculate={asked.speculate!r}: use --executor cpu")
+    if asked.kv_dtype is not None and not kind.can_quantise_kv:
+        instead = "a GPU, where auto, graph and kernels have it, or --executor torch"
+        raise ConfigError(f"the {name} executor has no kv_dtype={asked.kv_dtype!r}: use {instead}")
     made = kind(weights, device, dtype)
     made.set_up(asked, weights.name)
     return made

@@ -32,7 +32,7 @@ class AutoExecutor(Executor):
     chunk, most_steps = 32, 128
     prompt_tokens = 16384
     native = True
-    can_be_invariant = True
+    can_be_invariant = can_quantise_kv = True
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
@@ -46,6 +46,9 @@ class AutoExecutor(Executor):
         the persistent kernel if it can decode as many sequences as ever run at once."""
         super().set_up(asked, model)
         self._graph.set_up(asked, model)
+        if self.kv_dtype is not None:
+            self._tell(ConfigError(f"the persistent executor has no kv_dtype={self.kv_dtype!r}"))
+            return
         if self.invariant and (asked.max_batch or MOST_ROWS + 1) > MOST_ROWS:
             self._tell(ConfigError(f"deterministic='batch', and max_batch may exceed {MOST_ROWS}"))
             return

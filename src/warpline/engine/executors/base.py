@@ -49,6 +49,9 @@ class Executor(ABC):
     can_be_invariant: bool = False
     #: Whether a row's bits must not depend on anything but its own tokens.
     invariant: bool = False
+    #: Whether its KV cache may be codes (`kv_dtype="int8"`), and of which dtype it is, if not as the activations.
+    can_quantise_kv: bool = False
+    kv_dtype: str | None = None
     #: Whether it can run drafts (`speculate="ngram"`), and how many behind the newest token of a sequence.
     can_speculate: bool = False
     drafts: int = 0
@@ -68,7 +71,7 @@ class Executor(ABC):
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
         """What holds for all sequences, before the first."""
-        self.invariant = asked.deterministic == "batch"
+        self.invariant, self.kv_dtype = asked.deterministic == "batch", asked.kv_dtype
 
     @property
     def described(self) -> str:
@@ -77,7 +80,8 @@ class Executor(ABC):
 
     def allocate(self, count: int, capacity: int) -> Slots:
         """Slots for so many sequences of so many positions."""
-        return Slots(self.config, count, capacity, device=self.device, dtype=self.cached, native=self.native)
+        dtype = self.cached if self.kv_dtype is None else TORCH_DTYPES[self.kv_dtype]
+        return Slots(self.config, count, capacity, device=self.device, dtype=dtype, native=self.native)
 
     def prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
         """Run parts of prompts, and append the first token of every lane that they name."""

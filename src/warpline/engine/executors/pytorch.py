@@ -25,6 +25,7 @@ class TorchExecutor(Executor):
 
     name = "torch"
     dtypes = tuple(WEIGHT_BYTES)
+    can_quantise_kv = True
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)

@@ -10,6 +10,10 @@ from warpline.config import DTYPE_BYTES
 from warpline.hardware import arch_number
 from warpline.kernels.arguments import (
     BITS,
+    CODES,
+    SCALES,
+    STORAGE,
+    TO_CODES,
     Absent,
     Dims,
     Scalar,
@@ -262,9 +266,34 @@ def _append(
     return *_decode(q, k[lanes], v[lanes], length[lanes], window, scale), k, v
 
 
-def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
+def _append_codes(
+    q: Tensor,
+    new_k: Tensor,
+    new_v: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Tensor,
+    length: Tensor,
+    lanes: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    import torch
+
+    from warpline.codes import decode, encode
+
+    (new_k, k_scale), (new_v, v_scale) = encode(new_k), encode(new_v)
+    k, v, scales, newest = k.clone(), v.clone(), scales.clone(), length[lanes] - 1
+    for kept, new in ((k, new_k), (v, new_v), (scales, torch.cat([k_scale, v_scale], -1).to(scales.dtype))):
+        kept[lanes, :, newest] = new[:, :, 0]
+    keys, values = (decode(c[lanes], scales[lanes, ..., i : i + 1]) for i, c in enumerate((k, v)))
+    return *_decode(q, keys, values, length[lanes], window, scale), k, v, scales
+
+
+def _decode_op(name: str, summary: str, *, appends: bool, coded: bool = False) -> KernelSpec:
     new, cached = "batch heads 1 depth", "batch heads positions depth"
-    cache = "slots heads positions depth"
+    cache, fresh, kept = "slots heads positions depth", TO_CODES if coded else STORAGE, CODES if coded else STORAGE
+    pairs = updates("scales", "slots heads positions 2", SCALES, touched="batch heads positions 2", strided=True)
 
     def slotted(dims: Dims) -> Dims:
         return {**dims, "slots": dims["batch"] + 2} if appends else dims
@@ -288,10 +317,11 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
         function="decode_attention",
         arguments=(
             views("q", new),
-            views("new_k", new) if appends else Absent("new_k", "{}"),
-            views("new_v", new) if appends else Absent("new_v", "{}"),
-            updates("k", cache, touched=cached, strided=True) if appends else views("k", cached),
-            updates("v", cache, touched=cached, strided=True) if appends else views("v", cached),
+            views("new_k", new, fresh) if appends else Absent("new_k", "{}"),
+            views("new_v", new, fresh) if appends else Absent("new_v", "{}"),
+            updates("k", cache, kept, touched=cached, strided=True) if appends else views("k", cached),
+            updates("v", cache, kept, touched=cached, strided=True) if appends else views("v", cached),
+            pairs if coded else Absent("scales", "{}"),
             reads("length", "slots" if appends else "batch", count_of("positions"), touched="batch"),
             reads("lanes", "batch", distinct("batch", "slots")) if appends else Absent("lanes"),
             writes("y", "batch 1 heads depth"),
@@ -314,7 +344,7 @@ def _decode_op(name: str, summary: str, *, appends: bool) -> KernelSpec:
             * dims["depth"]
             * min(dims.get("window", 0) or dims["positions"], dims["positions"])
         ),
-        reference=_append if appends else _decode,
+        reference=_append_codes if coded else _append if appends else _decode,
         peers={} if appends else {"SDPA": _sdpa, "three kernels": _plain},
         test_dims=tuple(slotted(dims) for dims in shapes),
         bench_dims=tuple(slotted(dims) for dims in timed),
@@ -330,4 +360,10 @@ APPEND_ATTENTION = _decode_op(
     "append_attention",
     "the same of any slots of the cache, with the new key and value put into it on the way",
     appends=True,
+)
+APPEND_ATTENTION_INT8 = _decode_op(
+    "append_attention_int8",
+    "the same over a cache of int8 codes, to which the new key and value are rounded first",
+    appends=True,
+    coded=True,
 )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from warpline.kernels.arguments import Dims, Scalar, Values, reads, updates, views, writes
+from warpline.kernels.arguments import (
+    CODES,
+    SCALES,
+    TO_CODES,
+    Absent,
+    Dims,
+    Scalar,
+    Values,
+    reads,
+    updates,
+    views,
+    writes,
+)
 from warpline.kernels.catalog.attention import (
     FLASH_TUNABLES,
     flash_allows,
@@ -12,7 +25,7 @@ from warpline.kernels.catalog.attention import (
     flash_invariant,
     flash_launch,
 )
-from warpline.kernels.spec import KernelSpec, Tunables
+from warpline.kernels.spec import KernelSpec, Launch, Tunables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,25 +79,86 @@ def _table(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
     return torch.from_numpy(table if full else np.concatenate([table, np.zeros_like(table[:1])]))
 
 
+def _attend(
+    q: Tensor, tiles: Tensor, seen: Callable[[int, int, slice], tuple[Tensor, Tensor]], window: int, scale: float
+) -> Tensor:
+    """Each sequence on its own, over the keys and values that `seen` gives of a slot, for new tokens from a position on
+    that stand in some of the rows."""
+    import torch
+
+    y = torch.zeros_like(q)
+    spans = tiles[(tiles[:, 3] == 0) & (tiles[:, 4] > 0)]
+    for slot, start, row, _, count, *_ in spans.tolist():
+        new = slice(row, row + count)
+        keys, values = seen(slot, start, new)
+        key = torch.arange(start + count, device=q.device)
+        position = key[start:, None]
+        hidden = key > position
+        if window > 0:
+            hidden |= key <= position - window
+        scores = (q[0, :, new] @ keys.transpose(-2, -1) * scale).masked_fill(hidden, -torch.inf)
+        y[0, :, new] = scores.softmax(dim=-1) @ values
+    return y.transpose(1, 2)
+
+
 def _prompt(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
 ) -> tuple[Tensor, ...]:
-    """Each sequence on its own, over what its cache holds once the new keys and values are in it."""
+    """Over what the cache holds once the new keys and values are in it."""
+    cache_k, cache_v = cache_k.clone(), cache_v.clone()
+
+    def seen(slot: int, start: int, new: slice) -> tuple[Tensor, Tensor]:
+        end = start + new.stop - new.start
+        cache_k[slot, :, start:end], cache_v[slot, :, start:end] = k[0, :, new], v[0, :, new]
+        return cache_k[slot, :, :end], cache_v[slot, :, :end]
+
+    return _attend(q, tiles, seen, window, scale), cache_k, cache_v
+
+
+def _prompt_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    scales: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Over what older codes mean, and the new keys and values as they are."""
     import torch
 
-    cache_k, cache_v, y = cache_k.clone(), cache_v.clone(), torch.zeros_like(q)
-    spans = tiles[(tiles[:, 3] == 0) & (tiles[:, 4] > 0)]
-    for slot, start, row, _, count, *_ in spans.tolist():
-        new, end = slice(row, row + count), start + count
-        cache_k[slot, :, start:end], cache_v[slot, :, start:end] = k[0, :, new], v[0, :, new]
-        key = torch.arange(end, device=q.device)
-        position = key[start:, None]
-        seen = key <= position
-        if window > 0:
-            seen &= key > position - window
-        scores = q[0, :, new] @ cache_k[slot, :, :end].transpose(-2, -1) * scale
-        y[0, :, new] = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ cache_v[slot, :, :end]
-    return y.transpose(1, 2), cache_k, cache_v
+    from warpline.codes import decode
+
+    def seen(slot: int, start: int, new: slice) -> tuple[Tensor, Tensor]:
+        older = [
+            decode(c[slot, :, :start], scales[slot, :, :start, i : i + 1]) for i, c in enumerate((cache_k, cache_v))
+        ]
+        keys, values = (torch.cat([old, x[0, :, new]], dim=1) for old, x in zip(older, (k, v), strict=True))
+        return keys, values
+
+    return (_attend(q, tiles, seen, window, scale),)
+
+
+def _quantise(
+    k: Tensor,
+    v: Tensor,
+    row_slots: Tensor,
+    row_positions: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    scales: Tensor,
+) -> tuple[Tensor, ...]:
+    from warpline.codes import decode, encode
+
+    caches, scales, rounded = (cache_k.clone(), cache_v.clone()), scales.clone(), []
+    for i, (new, cache) in enumerate(zip((k, v), caches, strict=True)):
+        codes, scale = encode(new[0])  # [heads, rows, depth]
+        cache[row_slots, :, row_positions] = codes.transpose(0, 1)
+        scales[row_slots, :, row_positions, i] = scale[..., 0].T.to(scales.dtype)
+        rounded.append(decode(codes, scale)[None].to(new.dtype))
+    return *rounded, *caches, scales
 
 
 def _sdpa(
@@ -103,6 +177,15 @@ def _sdpa(
     mask = causal_lower_right(count, cache_k.shape[2]) if past else None
     y = attend(q, cache_k if past else k, cache_v if past else v, mask, is_causal=not past, scale=scale)
     return y.transpose(1, 2).flatten(0, 1)[None], cache_k, cache_v
+
+
+def _places(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
+    """A slot and a position for each row, no two the same; where it is timed, in order."""
+    import torch
+
+    count = dims["slots"] * dims["positions"]
+    found = torch.arange(dims["rows"]) if full else torch.randperm(count, generator=generator)[: dims["rows"]]
+    return torch.stack([found // dims["positions"], found % dims["positions"]])
 
 
 def _pairs(dims: Dims) -> int:
@@ -131,40 +214,99 @@ def _alike(lanes: int, heads: int, count: int, past: int = 0) -> Dims:
     return _packed(lanes, heads, lanes * count, lanes, past + count, past=past)
 
 
-PROMPT_ATTENTION = KernelSpec(
-    name="prompt_attention",
-    summary="causal attention of packed prompts behind what the KV cache holds, into which keys and values are put",
-    header="ops/flash_attention.cuh",
-    awaits=True,
+def _prompt_op(name: str, summary: str, *, coded: bool = False) -> KernelSpec:
+    cache, new = "slots heads positions depth", "1 heads rows depth"
+    plain = [updates(n, cache, touched=new, strided=True) for n in ("cache_k", "cache_v")]
+    codes = [views(n, cache, CODES, touched="0") for n in ("cache_k", "cache_v")]
+    pairs = views("scales", "slots heads positions 2", SCALES, touched="0")
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        header="ops/flash_attention.cuh",
+        awaits=True,
+        function="prompt_attention",
+        arguments=(
+            views("q", new),
+            views("k", new),
+            views("v", new),
+            reads("tiles", f"tiles {ENTRY}", Values("int32", made=_table)),
+            # What is put into it, if anything; how much is found there, the table says.
+            *(codes if coded else plain),
+            pairs if coded else Absent("scales", "{}"),
+            writes("y", "1 rows heads depth"),
+            Scalar("heads"),
+            Scalar("window", 0),
+            Scalar("scale", lambda dims: dims["depth"] ** -0.5),
+        ),
+        constants=("depth",),
+        tunables=FLASH_TUNABLES,
+        default=_defaults,
+        invariant=lambda dims, dtype, arch: flash_invariant(dims["depth"], dtype, arch),
+        allows=flash_allows,
+        launch=lambda dims, tunables, dtype: flash_launch(
+            dims["tiles"] * dims["heads"], dims["depth"], tunables, dtype
+        ),
+        flops=lambda dims: 4 * dims["heads"] * dims["depth"] * _pairs(dims),
+        reference=_prompt_codes if coded else _prompt,
+        peers={} if coded else {"SDPA": _sdpa},
+        test_dims=(
+            *(_packed(lanes, 3, 33 * lanes, lanes + 2, 70 * lanes, past=40) for lanes in range(1, 10)),
+            *(_packed(2, 2, rows, 3, 2100, past=past) for rows in (2, 65, 129, 2000) for past in (0, 1, 64, 65, 100)),
+            *(_packed(2, 2, 14, 3, 40, depth, past=9) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
+            *(_packed(3, 2, 300, 4, 500, past=150, window=window) for window in (1, 2, 63, 64, 65, 150, 500)),
+            _packed(40, 2, 41, 41, 300, past=200),
+            _packed(24, 12, 1200, 26, 1300, past=100),
+        ),
+        bench_dims=(_alike(1, 12, 128), _alike(1, 12, 1024), _alike(16, 12, 1024), _alike(16, 12, 256, past=768)),
+    )
+
+
+PROMPT_ATTENTION = _prompt_op(
+    "prompt_attention",
+    "causal attention of packed prompts behind what the KV cache holds, into which keys and values are put",
+)
+PROMPT_ATTENTION_INT8 = _prompt_op(
+    "prompt_attention_int8",
+    "causal attention of packed prompts behind what a KV cache of int8 codes holds",
+    coded=True,
+)
+
+
+def _new_rows(rows: int, heads: int, depth: int = 64) -> Dims:
+    return {"heads": heads, "rows": rows, "depth": depth, "slots": 3, "positions": -(-rows // 3) + 9}
+
+
+_BLOCKS = (256, 128, 512)
+#: Lanes that share a row of one head; `quantise_kv` has the same number.
+_LANES = 8
+
+QUANTISE_KV = KernelSpec(
+    name="quantise_kv",
+    summary="new keys and values into a KV cache of int8 codes, and rounded, as attention is to see them",
+    header="ops/quantise_kv.cuh",
     arguments=(
-        views("q", "1 heads rows depth"),
-        views("k", "1 heads rows depth"),
-        views("v", "1 heads rows depth"),
-        reads("tiles", f"tiles {ENTRY}", Values("int32", made=_table)),
-        # What is put into it; how much is found there, the table says.
-        updates("cache_k", "slots heads positions depth", touched="1 heads rows depth", strided=True),
-        updates("cache_v", "slots heads positions depth", touched="1 heads rows depth", strided=True),
-        writes("y", "1 rows heads depth"),
+        updates("k", "1 heads rows depth", TO_CODES, strided=True),
+        updates("v", "1 heads rows depth", TO_CODES, strided=True),
+        reads("row_slots", "rows", Values("int64", made=lambda *drawn: _places(*drawn)[0])),
+        reads("row_positions", "rows", Values("int64", made=lambda *drawn: _places(*drawn)[1])),
+        updates("cache_k", "slots heads positions depth", CODES, touched="1 heads rows depth", strided=True),
+        updates("cache_v", "slots heads positions depth", CODES, touched="1 heads rows depth", strided=True),
+        updates("scales", "slots heads positions 2", SCALES, touched="1 heads rows 2", strided=True),
+        Scalar("rows"),
         Scalar("heads"),
-        Scalar("window", 0),
-        Scalar("scale", lambda dims: dims["depth"] ** -0.5),
     ),
     constants=("depth",),
-    tunables=FLASH_TUNABLES,
-    default=_defaults,
-    invariant=lambda dims, dtype, arch: flash_invariant(dims["depth"], dtype, arch),
-    allows=flash_allows,
-    launch=lambda dims, tunables, dtype: flash_launch(dims["tiles"] * dims["heads"], dims["depth"], tunables, dtype),
-    flops=lambda dims: 4 * dims["heads"] * dims["depth"] * _pairs(dims),
-    reference=_prompt,
-    peers={"SDPA": _sdpa},
-    test_dims=(
-        *(_packed(lanes, 3, 33 * lanes, lanes + 2, 70 * lanes, past=40) for lanes in range(1, 10)),
-        *(_packed(2, 2, rows, 3, 2100, past=past) for rows in (2, 65, 129, 2000) for past in (0, 1, 64, 65, 100)),
-        *(_packed(2, 2, 14, 3, 40, depth, past=9) for depth in (1, 3, 16, 24, 32, 63, 80, 96, 128)),
-        *(_packed(3, 2, 300, 4, 500, past=150, window=window) for window in (1, 2, 63, 64, 65, 150, 500)),
-        _packed(40, 2, 41, 41, 300, past=200),
-        _packed(24, 12, 1200, 26, 1300, past=100),
+    tunables={"block": _BLOCKS},
+    default=lambda _dims, _dtype, _arch: {"block": 256},
+    launch=lambda dims, tunables, _dtype: Launch(
+        -(-dims["rows"] * dims["heads"] * _LANES // tunables["block"]), tunables["block"]
     ),
-    bench_dims=(_alike(1, 12, 128), _alike(1, 12, 1024), _alike(16, 12, 1024), _alike(16, 12, 256, past=768)),
+    flops=lambda dims: 8 * dims["heads"] * dims["rows"] * dims["depth"],
+    reference=_quantise,
+    test_dims=(
+        *(_new_rows(rows, 3) for rows in (1, 2, 3, 9, 65, 300)),
+        *(_new_rows(5, heads) for heads in (1, 2, 25)),
+        *(_new_rows(7, 2, depth) for depth in (1, 2, 3, 16, 24, 32, 63, 80, 96, 127, 128)),
+    ),
+    bench_dims=(_new_rows(128, 12), _new_rows(1024, 12), _new_rows(16384, 12)),
 )

@@ -59,7 +59,7 @@ class KernelsExecutor(Executor):
     dtypes = tuple(WEIGHT_BYTES)
     prompt_tokens = 16384
     native = True
-    can_be_invariant = True
+    can_be_invariant = can_quantise_kv = True
     _overlapping = False
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
@@ -74,10 +74,10 @@ class KernelsExecutor(Executor):
         self._last: list[Step] | None = None
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """Passes whose rows have the same bits in any company, if that is asked for."""
+        """Passes over a cache of codes, or whose rows have the same bits in any company, if that is asked for."""
         super().set_up(asked, model)
-        if self.invariant:
-            self._rules = replace(self._rules, invariant=True)
+        if self.invariant or self.kv_dtype is not None:
+            self._rules = replace(self._rules, invariant=self.invariant, kv_codes=self.kv_dtype is not None)
             self.prompts = Prompts(self._rules)
 
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:

@@ -21,6 +21,8 @@ from warpline.config import ACTIVATIONS
 from warpline.engine.crossing import Progress, Table
 from warpline.engine.executors.graph.bind import PREPARING, bind, captured
 from warpline.engine.executors.graph.schedule import (
+    CACHE,
+    CODED_CACHE,
     End,
     PassRules,
     Step,
@@ -29,6 +31,7 @@ from warpline.engine.executors.graph.schedule import (
     companions,
     ending,
     head_parameters,
+    of_cache,
     of_slots,
     on_memory,
     room_for_logits,
@@ -154,11 +157,13 @@ class Pass:
         named |= {"row_slots": self.row_slots, "row_positions": self.row_positions}
         named |= {"last": self.last, "lanes": self.lanes, "tiles": self.tiles}
 
-        def attention(layer: int) -> Step:
+        def attention(layer: int) -> list[Step]:
             h = f"h.{layer}"
-            inputs = (*(f"{h}.{name}" for name in "qkv"), "tiles", f"{h}.cache_k", f"{h}.cache_v")
+            q, k, v, *cache = (f"{h}.{name}" for name in (*"qkv", *(CODED_CACHE if rules.kv_codes else CACHE)))
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-            return Step("prompt_attention", inputs, (f"{h}.heads",), numbers, layer)
+            attend = Step(_attention(rules), (q, k, v, "tiles", *cache), (f"{h}.heads",), numbers, layer)
+            stored = Step("quantise_kv", (k, v, "row_slots", "row_positions", *cache), layer=layer)
+            return [stored, attend] if rules.kv_codes else [attend]
 
         embedded = ("tokens", "row_slots", "row_positions", *rules.matrix("wte"), "wpe.weight")
         #: Its ops.
@@ -250,9 +255,14 @@ def _tiles_of(rows: int, queries: int) -> np.ndarray:
     return prompt_tiles(none, none, none, none + rows, queries)
 
 
+def _attention(rules: PassRules) -> str:
+    """The op that attends."""
+    return "prompt_attention_int8" if rules.kv_codes else "prompt_attention"
+
+
 def _tile_queries(rules: PassRules, slots: Slots, rows: int) -> int:
     """Queries of a block of attention, which its table is made for."""
-    weights, config, spec = rules.weights, rules.weights.config, find("prompt_attention")
+    weights, config, spec = rules.weights, rules.weights.config, find(_attention(rules))
     if weights.device.type != "cuda":
         return 64
     dims = {"rows": rows, "heads": config.n_head, "depth": config.head_size}
@@ -281,7 +291,7 @@ class _Memory:
         for layer in range(config.n_layer):
             own = {"in": x, "middle": middle, "qkv": qkv, "q": q, "k": k, "v": v, "heads": heads}
             own |= {"attention": attention, "hidden": hidden, **beside}
-            own |= {"cache_k": slots.cache.k[layer], "cache_v": slots.cache.v[layer]}
+            own |= of_cache(slots, layer)
             found |= {f"h.{layer}.{name}": tensor for name, tensor in own.items()}
         return found
 

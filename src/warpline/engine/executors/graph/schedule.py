@@ -39,6 +39,8 @@ ENDED_BY = (
     "counts",
 )  # fmt: skip
 STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
+#: What a layer has of the KV cache, in the order of `KVCache.tensors`: as ops of attention take it.
+CACHE, CODED_CACHE = ("cache_k", "cache_v"), ("cache_k", "cache_v", "cache_scales")
 
 
 class Regime(Enum):
@@ -76,11 +78,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PassRules:
-    """What decides which ops a pass of so many rows is made of: the model, and whether the bits of a row may depend on
-    the rows beside it."""
+    """What decides which ops a pass of so many rows is made of: the model, whether the bits of a row may depend on the
+    rows beside it, and whether the KV cache holds codes."""
 
     weights: Weights
     invariant: bool = False
+    kv_codes: bool = False
 
     @property
     def coded(self) -> str:
@@ -189,7 +192,9 @@ def as_numbers(rules: PassRules, module: str, room: str, layer: int | None = Non
     return [Step("expand", rules.matrix(module), (room,), layer=layer)], room
 
 
-def blocks(rules: PassRules, rows: int, attention: Callable[[int], Step], last_rows: int | None = None) -> list[Step]:
+def blocks(
+    rules: PassRules, rows: int, attention: Callable[[int], list[Step]], last_rows: int | None = None
+) -> list[Step]:
     """All blocks of a pass over `rows` rows, from h.0.in to h.{layers}.in, each with `attention(layer)` in it. With
     `last_rows`, only so many rows are wanted, those in the table `last`: behind the last attention these go on alone,
     as last.in and last.attention, to last.out. With 0 of them the pass ends there."""
@@ -197,7 +202,7 @@ def blocks(rules: PassRules, rows: int, attention: Callable[[int], Step], last_r
     steps = ours.begin("h.0.in", "h.0.ln_1", 0)
     for layer in range(last + 1):
         h = f"h.{layer}"
-        steps += [*ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), attention(layer)]
+        steps += [*ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), *attention(layer)]
         if layer == last and last_rows is not None:
             if last_rows:
                 steps.append(Step("last_rows", ("all.attention", "all.in", "last"), ("last.attention", "last.in")))
@@ -230,11 +235,13 @@ def decode_step(rules: PassRules, rows: int, end: End) -> list[Step]:
     """A step of `rows` sequences."""
     config = rules.weights.config
 
-    def attention(layer: int) -> Step:
+    op, cache = ("append_attention_int8", CODED_CACHE) if rules.kv_codes else ("append_attention", CACHE)
+
+    def attention(layer: int) -> list[Step]:
         h = f"h.{layer}"
-        inputs = (f"{h}.q", f"{h}.new_k", f"{h}.new_v", f"{h}.k", f"{h}.v", "length", "lanes")
+        inputs = (*(f"{h}.{name}" for name in ("q", "new_k", "new_v", *cache)), "length", "lanes")
         numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-        return Step("append_attention", inputs, (f"{h}.heads",), numbers, layer)
+        return [Step(op, inputs, (f"{h}.heads",), numbers, layer)]
 
     embedded = ("tokens", "length", "lanes", *rules.matrix("wte"), "wpe.weight")
     steps = [Step(f"newest_embedding{rules.coded}", embedded, ("h.0.in",))]
@@ -263,7 +270,7 @@ def ending(rules: PassRules, rows: int, end: End, last: str) -> list[Step]:
 
 def shortened(named: Mapping[str, Tensor], layers: int, positions: int) -> dict[str, Tensor]:
     """The same memory with so many positions of the cache: kernels are chosen for contexts of that length."""
-    caches = [f"h.{layer}.{name}" for layer in range(layers) for name in "kv"]
+    caches = [n for layer in range(layers) for name in CODED_CACHE if (n := f"h.{layer}.{name}") in named]
     return {**named, **{name: named[name][:, :, :positions] for name in caches}}
 
 
@@ -316,6 +323,12 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
     return found
 
 
+def of_cache(slots: Slots, layer: int) -> dict[str, Tensor]:
+    """What a layer has of the KV cache."""
+    tensors = slots.cache.tensors
+    return {name: tensor[layer] for name, tensor in zip(CODED_CACHE[: len(tensors)], tensors, strict=True)}
+
+
 def buffers(rules: PassRules, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
     """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
     config, rows = rules.weights.config, len(lanes)
@@ -332,7 +345,7 @@ def buffers(rules: PassRules, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
         q, k, v = qkv.view(rows, 3, heads, 1, depth).unbind(1)
         attention = room(1, heads, depth)
         found |= {f"{h}.qkv": qkv, f"{h}.q": q, f"{h}.new_k": k, f"{h}.new_v": v, f"{h}.heads": attention}
-        found |= {f"{h}.k": slots.cache.k[layer], f"{h}.v": slots.cache.v[layer]}
+        found |= {f"{h}.{name}": tensor for name, tensor in of_cache(slots, layer).items()}
         found[f"{h}.attention"] = attention.view(rows, config.n_embd)
         found |= {f"{h}.hidden": room(config.inner), f"{h}.in": room(config.n_embd), f"{h}.middle": room(config.n_embd)}
     last = f"h.{config.n_layer}.in"

@@ -11,8 +11,12 @@
 // and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
 // launches ahead have ended: where launches overlap, none of those may write them. In the engine's graphs of one step each,
 // they were written before the graph began, and graphs do not overlap.
+// A cache of codes (codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes are
+// multiplied as they are. The new key and value are rounded to codes too before anything is computed: what a step sees is
+// what any later one reads again.
 // Traffic: keys and values once.
 #pragma once
+#include "kv_codes.cuh"
 #include "online.cuh"
 #include "ptx.cuh"
 
@@ -59,14 +63,17 @@ __device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float fa
     return merged;
 }
 
-template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS, int PART>
-__device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<T> new_v, View<T> k, View<T> v,
-                                                 const long long* length, const long long* lanes, T* y, float* parts,
-                                                 int* finished, int heads, int positions, int window, float scale) {
-    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+// S is what the cache holds: T, or codes.
+template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS, int PART, typename S>
+__device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<T> new_v, View<S> k, View<S> v,
+                                                 View<float> scales, const long long* length, const long long* lanes, T* y,
+                                                 float* parts, int* finished, int heads, int positions, int window,
+                                                 float scale) {
+    constexpr bool CODED = IS_CODE<S>;
+    constexpr int WIDTH = vector_width<S>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
-    using Pack = Vec<T, WIDTH>;
+    using Pack = Vec<S, WIDTH>;
     __shared__ float stored[WARPS * (DEPTH + 2)];
 
     const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: lane of the batch and head
@@ -74,30 +81,6 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const int slot = lanes == nullptr ? sequence : static_cast<int>(lanes[sequence]);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const float factor = scale * LOG2_E;
-    const T* keys = k.rows(slot, head);
-    const T* values = v.rows(slot, head);
-    Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
-    const auto load = [&](int first, int bound) {
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            const int position = first + u * AT_ONCE;
-#pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
-                key[u][s] = {};
-                value[u][s] = {};
-                const int at = s * LANES + lane;
-                if (position < bound && at < VECTORS) {
-                    key[u][s] = reinterpret_cast<const Pack*>(keys + position * k.row)[at];
-                    value[u][s] = reinterpret_cast<const Pack*>(values + position * v.row)[at];
-                }
-            }
-        }
-    };
-    // A block that begins at position 0 asks for its first keys before it knows the length. What stands behind the end does not
-    // count: its score is dropped, and its value, which may be anything, made 0.
-    const bool ahead = SPLITS == 1 && PART == 0 && window <= 0;
-    if (ahead) load(group, positions);
-
     const int end = min(static_cast<int>(length[slot]), positions);
     const int begin = window > 0 ? max(0, end - window) : 0;
     static_assert(PART % AT_ONCE == 0);
@@ -105,12 +88,36 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const int from = begin + split * part, to = min(end, from + part);
     const int parts_of_row = PART > 0 ? max(1, ceil_div(end - begin, part)) : SPLITS;
     if (PART > 0 && split >= parts_of_row) return;
+
+    const S* keys = k.rows(slot, head);
+    const S* values = v.rows(slot, head);
+    const float* scale_pairs = CODED ? scales.rows(slot, head) : nullptr;
     const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
     const int cached = brings ? end - 1 : to;
-    if (!ahead) load(from + group, cached);
+    Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
+    ScalePair scaled[UNROLL];
+    const auto load = [&](int first) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int position = first + u * AT_ONCE;
+            scaled[u] = {};
+            if (CODED && position < cached) scaled[u] = *reinterpret_cast<const ScalePair*>(scale_pairs + position * scales.row);
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                key[u][s] = {};
+                value[u][s] = {};
+                const int at = s * LANES + lane;
+                if (position < cached && at < VECTORS) {
+                    key[u][s] = reinterpret_cast<const Pack*>(keys + position * k.row)[at];
+                    value[u][s] = reinterpret_cast<const Pack*>(values + position * v.row)[at];
+                }
+            }
+        }
+    };
+    load(from + group);
     // What registers have no room for is on its way to L2 meanwhile; not all of a long context, which L2 would not keep.
     // Blocks of a few warps are so many that what the first ask for would be in the way of the others.
-    constexpr int HELD = AT_ONCE * UNROLL, PREFETCHED = WARPS < 4 ? 0 : 128, LINE = 128 / static_cast<int>(sizeof(T));
+    constexpr int HELD = AT_ONCE * UNROLL, PREFETCHED = WARPS < 4 ? 0 : 128, LINE = 128 / static_cast<int>(sizeof(S));
     for (int i = threadIdx.x; i < PREFETCHED && from + HELD + i < cached; i += WARPS * WARP) {
         const int position = from + HELD + i;
 #pragma unroll
@@ -123,24 +130,58 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
 
     float query[SIZE];
     Pack newest_key[1][STEPS], newest_value[1][STEPS];  // the first group's
+    ScalePair newest_scaled[1] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int at = s * LANES + lane;
-        Pack pack = {};
-        if (at < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[at];
+        Vec<T, WIDTH> pack = {};
+        if constexpr (CODED) {
+            if (at < VECTORS) pack = read_vector<WIDTH>(q.rows(sequence, head), at);
+        } else {
+            if (at < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[at];
+        }
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) query[s * WIDTH + i] = to_float(pack.at[i]);
         newest_key[0][s] = {};
         newest_value[0][s] = {};
-        if (!brings || group > 0 || at >= VECTORS) continue;
+        if (CODED || !brings || group > 0 || at >= VECTORS) continue;
         newest_key[0][s] = reinterpret_cast<const Pack*>(new_k.rows(sequence, head))[at];
         newest_value[0][s] = reinterpret_cast<const Pack*>(new_v.rows(sequence, head))[at];
-        reinterpret_cast<Pack*>(const_cast<T*>(keys + cached * k.row))[at] = newest_key[0][s];
-        reinterpret_cast<Pack*>(const_cast<T*>(values + cached * v.row))[at] = newest_value[0][s];
+        reinterpret_cast<Pack*>(const_cast<S*>(keys + cached * k.row))[at] = newest_key[0][s];
+        reinterpret_cast<Pack*>(const_cast<S*>(values + cached * v.row))[at] = newest_value[0][s];
+    }
+    if constexpr (CODED) {
+        if (brings && threadIdx.x < WARP) {
+            // One after the other, so that both need the registers of one. Lanes of other groups have zeros.
+            const auto encode = [&](const View<T>& fresh, Pack (&packs)[STEPS], const S* row) {
+                float numbers[SIZE];
+                S codes[SIZE];
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) {
+                    const int at = s * LANES + lane;
+                    Vec<T, WIDTH> held = {};
+                    if (group == 0 && at < VECTORS) held = read_vector<WIDTH>(fresh.rows(sequence, head), at);
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i) numbers[s * WIDTH + i] = to_float(held.at[i]);
+                }
+                const float its_scale = encode_row<LANES>(numbers, codes);
+#pragma unroll
+                for (int s = 0; s < STEPS; ++s) {
+                    const int at = s * LANES + lane;
+#pragma unroll
+                    for (int i = 0; i < WIDTH; ++i) packs[s].at[i] = codes[s * WIDTH + i];
+                    if (group == 0 && at < VECTORS) reinterpret_cast<Pack*>(const_cast<S*>(row))[at] = packs[s];
+                }
+                return its_scale;
+            };
+            newest_scaled[0].at[0] = encode(new_k, newest_key[0], keys + cached * k.row);
+            newest_scaled[0].at[1] = encode(new_v, newest_value[0], values + cached * v.row);
+            if (threadIdx.x == 0) *reinterpret_cast<ScalePair*>(const_cast<float*>(scale_pairs + cached * scales.row)) = newest_scaled[0];
+        }
     }
     Partial<SIZE> mine;
     // Keys and values of some positions, of which those count that `is_there`.
-    const auto take = [&](auto& key, auto& value, auto is_there) {
+    const auto take = [&](auto& key, auto& value, auto& scaled, auto is_there) {
         constexpr int COUNT = sizeof(key) / sizeof(key[0]);
         float score[COUNT], largest = LOWEST;
 #pragma unroll
@@ -149,10 +190,11 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], to_float(key[u][s].at[i]), dot);
+                for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], number(key[u][s], i), dot);
             }
 #pragma unroll
             for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
+            if (CODED) dot *= scaled[u].at[0];
             score[u] = is_there(u) ? dot : LOWEST;
             largest = fmaxf(largest, score[u]);
         }
@@ -161,24 +203,21 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         for (int i = 0; i < SIZE; ++i) mine.out[i] *= rescale;
 #pragma unroll
         for (int u = 0; u < COUNT; ++u) {
-            const float weight = mine.softmax.weigh(score[u], factor);
+            float weight = mine.softmax.weigh(score[u], factor);
+            if (CODED) weight *= scaled[u].at[1];
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) {
-                    mine.out[s * WIDTH + i] = fmaf(weight, to_float(value[u][s].at[i]), mine.out[s * WIDTH + i]);
+                    mine.out[s * WIDTH + i] = fmaf(weight, number(value[u][s], i), mine.out[s * WIDTH + i]);
                 }
             }
         }
     };
-    if (brings && threadIdx.x < WARP) take(newest_key, newest_value, [&](int) { return group == 0; });
-#pragma unroll
-    for (int i = 0; i < UNROLL * STEPS; ++i) {
-        if (ahead && group + i / STEPS * AT_ONCE >= cached) value[i / STEPS][i % STEPS] = {};
-    }
+    if (brings && threadIdx.x < WARP) take(newest_key, newest_value, newest_scaled, [&](int) { return group == 0; });
     for (int first = from + group; first < cached + group; first += AT_ONCE * UNROLL) {  // as often for every group
-        if (first >= from + AT_ONCE) load(first, cached);
-        take(key, value, [&](int u) { return first + u * AT_ONCE < cached; });
+        if (first >= from + AT_ONCE) load(first);
+        take(key, value, scaled, [&](int u) { return first + u * AT_ONCE < cached; });
     }
 
     // The groups of a warp, then the warps of the block, then the blocks of the head.

@@ -10,8 +10,8 @@
 //   flash_attention   a rectangle: the queries are the last of the keys' positions, query i at position i + keys - queries.
 //                     Of sequence b the first length[b] positions exist, and a query beyond them gets zeros
 //   prompt_attention  packed rows: the new tokens of a slot, whose older ones are in its cache. New keys and values go into
-//                     the cache on the way. A table has an entry for every QUERIES of them, and the host puts first what
-//                     takes longest
+//                     the cache on the way; or, where that holds codes, they were put there before, and k and v are what
+//                     these mean. A table has an entry for every QUERIES of them, and the host puts first what takes longest
 // With window > 0 a query sees that many positions, its own included, and keys that no query of the block can see are never
 // read. `length` and the table are read before the launches ahead have ended: where launches overlap, none of those may write
 // them. In the engine they were written before the pass began, and so was what the cache holds of older tokens.
@@ -34,9 +34,10 @@ __device__ __forceinline__ void sync_team(int team) {
 }
 
 // Half precision, on tensor cores: TEAMS of WARPS, multiplied as `Tiles` has it.
-template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename Span>
-__device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T> k, View<T> v, View<T> cache_k,
-                                             View<T> cache_v, T* y, int heads, int window, float scale) {
+template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename S,
+          typename Span>
+__device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T> k, View<T> v, const CacheViews<S>& cache,
+                                             T* y, int heads, int window, float scale) {
     constexpr int TEAM = WARPS * WARP, MS = QUERIES / WARPS / 16, NS = KEYS / 8;
     constexpr int D = Tiles::D, ROW = Tiles::ROW, STAGE = 2 * KEYS * ROW;
     static_assert(MS * WARPS * 16 == QUERIES && KEYS % 16 == 0);
@@ -60,8 +61,8 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
         T* stage = ring + turn % STAGES * STAGE;
         const int first = (first_step + turn * TEAMS) * KEYS;
         if (span.is_cached(first)) {
-            fetch_cached<Mover, KEYS, DEPTH, D, TEAM>(cache_k, k, span, first, stage, Tiles::place);
-            fetch_cached<Mover, KEYS, DEPTH, D, TEAM>(cache_v, v, span, first, stage + KEYS * ROW, Tiles::place);
+            fetch_cached<Mover, KEYS, DEPTH, D, TEAM, 0>(cache, k, span, first, stage, Tiles::place);
+            fetch_cached<Mover, KEYS, DEPTH, D, TEAM, 1>(cache, v, span, first, stage + KEYS * ROW, Tiles::place);
         } else {
             move_k.fetch(stage, first * k.row, span.positions - first, DEPTH);
             move_v.fetch(stage + KEYS * ROW, first * v.row, span.positions - first, DEPTH);
@@ -99,8 +100,8 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
         const int first_key = (first_step + turn * TEAMS) * KEYS;
         const T* tile_k = ring + turn % STAGES * STAGE;
         const T* tile_v = tile_k + KEYS * ROW;
-        keep<KEYS, DEPTH, TEAM>(cache_k, tile_k, span, first_key, Tiles::place);
-        keep<KEYS, DEPTH, TEAM>(cache_v, tile_v, span, first_key, Tiles::place);
+        keep<KEYS, DEPTH, TEAM>(cache.k, tile_k, span, first_key, Tiles::place);
+        keep<KEYS, DEPTH, TEAM>(cache.v, tile_v, span, first_key, Tiles::place);
 
         float score[MS][NS][4];
         tiles.score(score, tile_k);
@@ -210,9 +211,9 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
 }
 
 // Float, on ordinary units: 256 threads as 16 x 16, each with every sixteenth query, key and column of the output.
-template <int DEPTH, int QUERIES, int KEYS, int WARPS, typename Span>
-__device__ __forceinline__ void flash_plain(const Span& span, View<float> q, View<float> k, View<float> v, View<float> cache_k,
-                                            View<float> cache_v, float* y, int heads, int window, float scale) {
+template <int DEPTH, int QUERIES, int KEYS, int WARPS, typename S, typename Span>
+__device__ __forceinline__ void flash_plain(const Span& span, View<float> q, View<float> k, View<float> v,
+                                            const CacheViews<S>& cache, float* y, int heads, int window, float scale) {
     static_assert(WARPS == 8 && QUERIES % 16 == 0 && KEYS % 16 == 0);
     constexpr int D = ceil_div(DEPTH, 16) * 16, LANE = PITCH<float, D>, WIDTH = vector_width<float>(DEPTH);
     constexpr int MS = QUERIES / 16, NS = KEYS / 16, DS = D / 16, P = PITCH<float, KEYS>;
@@ -237,8 +238,8 @@ __device__ __forceinline__ void flash_plain(const Span& span, View<float> q, Vie
         const auto place = [](int row, int chunk) { return row * LANE + chunk * CHUNK<float>; };
         __syncthreads();  // the last step's tiles have been read
         if (span.is_cached(first)) {
-            fetch_cached<Mover, KEYS, DEPTH, D, 256>(cache_k, k, span, first, tile_k, place);
-            fetch_cached<Mover, KEYS, DEPTH, D, 256>(cache_v, v, span, first, tile_v, place);
+            fetch_cached<Mover, KEYS, DEPTH, D, 256, 0>(cache, k, span, first, tile_k, place);
+            fetch_cached<Mover, KEYS, DEPTH, D, 256, 1>(cache, v, span, first, tile_v, place);
         } else {
             move_k.fetch(tile_k, first * k.row, span.positions - first, DEPTH);
             move_v.fetch(tile_v, first * v.row, span.positions - first, DEPTH);
@@ -248,8 +249,8 @@ __device__ __forceinline__ void flash_plain(const Span& span, View<float> q, Vie
         end_copy_group();
         wait_for_copies<0>();
         __syncthreads();
-        keep<KEYS, DEPTH, 256>(cache_k, tile_k, span, first, place);
-        keep<KEYS, DEPTH, 256>(cache_v, tile_v, span, first, place);
+        keep<KEYS, DEPTH, 256>(cache.k, tile_k, span, first, place);
+        keep<KEYS, DEPTH, 256>(cache.v, tile_v, span, first, place);
 
         float score[MS][NS] = {};
 #pragma unroll 4
@@ -324,17 +325,17 @@ __device__ __forceinline__ void flash_plain(const Span& span, View<float> q, Vie
     }
 }
 
-template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename Span>
-__device__ __forceinline__ void attend(const Span& span, View<T> q, View<T> k, View<T> v, View<T> cache_k, View<T> cache_v,
-                                       T* y, int heads, int window, float scale) {
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename S, typename Span>
+__device__ __forceinline__ void attend(const Span& span, View<T> q, View<T> k, View<T> v, const CacheViews<S>& cache, T* y,
+                                       int heads, int window, float scale) {
     if constexpr (sizeof(T) == 4) {
-        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(span, q, k, v, cache_k, cache_v, y, heads, window, scale);
+        flash_plain<DEPTH, QUERIES, KEYS, WARPS>(span, q, k, v, cache, y, heads, window, scale);
     } else {
         // Four warps with 16 queries each multiply together, where they can.
         constexpr int MS = QUERIES / WARPS / 16;
         constexpr bool GROUPS = HAS_WARPGROUPS && DEPTH == GROUP_ROW && MS == 1 && WARPS % 4 == 0 && KEYS % 64 == 0;
         using Tiles = typename FlashTiles<GROUPS, T, DEPTH, MS, KEYS>::Type;
-        flash_tensor<Tiles, T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, cache_k, cache_v, y, heads, window, scale);
+        flash_tensor<Tiles, T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, cache, y, heads, window, scale);
     }
 }
 
@@ -343,19 +344,21 @@ __device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v,
                                                 int heads, int queries, int keys, int window, float scale) {
     const AttentionSpan<QUERIES, KEYS, false> span(length, batch, heads, queries, keys, window);
     await_previous_launch();
-    attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, {}, {}, y, heads, window, scale);
+    attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, CacheViews<T>{}, y, heads, window, scale);
 }
 
-template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES>
-__device__ __forceinline__ void prompt_attention(View<T> q, View<T> k, View<T> v, const int* tiles, View<T> cache_k,
-                                                 View<T> cache_v, T* y, int heads, int window, float scale) {
+// S is what the cache holds: T, or codes.
+template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename S>
+__device__ __forceinline__ void prompt_attention(View<T> q, View<T> k, View<T> v, const int* tiles, View<S> cache_k,
+                                                 View<S> cache_v, View<float> scales, T* y, int heads, int window,
+                                                 float scale) {
     const AttentionSpan<QUERIES, KEYS, true> span(tiles, heads, window);
     // An entry without tokens only fills the table. One block waits all the same: what is launched behind this one, and
     // waits for it, relies on what was launched ahead.
     if (span.queries == 0 && blockIdx.x > 0) return;
     await_previous_launch();
     if (span.queries == 0) return;
-    attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, cache_k, cache_v, y, heads, window, scale);
+    attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, CacheViews<S>{cache_k, cache_v, scales}, y, heads, window, scale);
 }
 
 }  // namespace warpline

@@ -4,6 +4,7 @@
 // Tried and lost: steps of cached keys, the last of them cut short, then steps of new ones. What that adds to the mask costs
 // nine registers, and 16 prompts of 1,024 tokens took 118 us on an H200, where this takes 105.
 #pragma once
+#include "kv_codes.cuh"
 #include "tile.cuh"
 
 namespace warpline {
@@ -70,53 +71,108 @@ struct AttentionSpan {
     }
 };
 
-// Keys or values of a step that begins in the cache, into their tile: ROWS of DEPTH, and zeros up to COLUMNS. `place(row, chunk)`
-// says where they go; THREADS do it. Where copies run by themselves, these do.
-template <typename Mover, int ROWS, int DEPTH, int COLUMNS, int THREADS, typename T, typename Span, typename Place>
-__device__ __forceinline__ void fetch_cached(const View<T>& cache, const View<T>& fresh, Span span, int first_key, T* tile,
+// The KV cache of a block: numbers, or codes and their scales.
+template <typename S>
+struct CacheViews {
+    View<S> k, v;
+    View<float> scales;
+};
+
+// A chunk of a row as it stands in a tile, with zeros behind DEPTH: numbers as they are, or what codes mean.
+template <typename T, int DEPTH, typename S>
+__device__ __forceinline__ Vec<T, CHUNK<T>> read_chunk(const S* row, int column, float scale = 1.f) {
+    constexpr int WIDTH = vector_width<S>(DEPTH, CHUNK<T> * sizeof(S));
+    Vec<T, CHUNK<T>> held = {};
+#pragma unroll
+    for (int i = 0; i < CHUNK<T>; i += WIDTH) {
+        if (column + i >= DEPTH) break;
+        const Vec<S, WIDTH> part = *reinterpret_cast<const Vec<S, WIDTH>*>(row + column + i);
+        if constexpr (IS_CODE<S>) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) held.at[i + j] = from_float<T>(number(part, j) * scale);
+        } else {
+            *reinterpret_cast<Vec<S, WIDTH>*>(held.at + i) = part;
+        }
+    }
+    return held;
+}
+
+// Keys (WHICH is 0) or values (1) of a step that begins in the cache, into their tile: ROWS of DEPTH, and zeros up to COLUMNS.
+// `place(row, chunk)` says where they go; THREADS do it. Where copies run by themselves, these do; codes are read, several
+// chunks at once, and what they mean is stored.
+template <typename Mover, int ROWS, int DEPTH, int COLUMNS, int THREADS, int WHICH, typename T, typename S, typename Span,
+          typename Place>
+__device__ __forceinline__ void fetch_cached(const CacheViews<S>& views, const View<T>& fresh, Span span, int first_key, T* tile,
                                              Place place) {
     // Hidden from the compiler, which would work out all that follows from them ahead of the first step and keep it in
     // registers, of which every step needs many: 139 instead of 117 in fp16 on sm_90.
     asm volatile("" : "+r"(span.slot), "+r"(span.head), "+r"(span.key_row));
-    const T* older = cache.rows(span.slot, span.head);
+    const View<S>& cache = WHICH == 0 ? views.k : views.v;
+    const S* older = cache.rows(span.slot, span.head);
+    const float* scales = IS_CODE<S> ? views.scales.rows(span.slot, span.head) + WHICH : nullptr;
+    constexpr int WIDTH = vector_width<T>(DEPTH), PER_ROW = COLUMNS / CHUNK<T>, COUNT = ROWS * PER_ROW;
+    using Chunk = Vec<T, CHUNK<T>>;
     if (first_key + ROWS <= span.start) {
-        Mover mover(older, cache.row);
-        mover.fetch(tile, first_key * cache.row, ROWS, DEPTH);
-        mover.deposit(tile);
-        return;
-    }
-    constexpr int WIDTH = vector_width<T>(DEPTH), PER_ROW = COLUMNS / CHUNK<T>;
+        if constexpr (IS_CODE<S>) {
+            constexpr int AT_ONCE = COUNT < 4 * THREADS ? ceil_div(COUNT, THREADS) : 4;
 #pragma unroll 1
-    for (int n = threadIdx.x; n < ROWS * PER_ROW; n += THREADS) {  // some of the rows are new
-        const int position = first_key + n / PER_ROW, column = n % PER_ROW * CHUNK<T>;
-        const bool inside = position < span.positions && column < DEPTH;
-        const T* source = column + (position < span.start ? older + position * cache.row : span.key(fresh) + position * fresh.row);
-        T* target = tile + place(n / PER_ROW, n % PER_ROW);
-        if constexpr (WIDTH == CHUNK<T>) {
-            copy_async(target, source, inside);
-        } else {
-            Vec<T, CHUNK<T>> held = {};
+            for (int begin = threadIdx.x; begin < COUNT; begin += AT_ONCE * THREADS) {
+                Chunk held[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < CHUNK<T>; i += WIDTH) {
-                if (inside && column + i < DEPTH) {
-                    *reinterpret_cast<Vec<T, WIDTH>*>(held.at + i) = *reinterpret_cast<const Vec<T, WIDTH>*>(source + i);
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int n = min(begin + i * THREADS, COUNT - 1), position = first_key + n / PER_ROW;
+                    const float scale = scales[position * views.scales.row];
+                    held[i] = read_chunk<T, DEPTH>(older + position * cache.row, n % PER_ROW * CHUNK<T>, scale);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const int n = begin + i * THREADS;
+                    if (n < COUNT) *reinterpret_cast<Chunk*>(tile + place(n / PER_ROW, n % PER_ROW)) = held[i];
                 }
             }
-            *reinterpret_cast<Vec<T, CHUNK<T>>*>(target) = held;
+        } else {
+            Mover mover(older, cache.row);
+            mover.fetch(tile, first_key * cache.row, ROWS, DEPTH);
+            mover.deposit(tile);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int n = threadIdx.x; n < COUNT; n += THREADS) {  // some of the rows are new
+        const int position = first_key + n / PER_ROW, column = n % PER_ROW * CHUNK<T>;
+        const bool inside = position < span.positions && column < DEPTH;
+        T* target = tile + place(n / PER_ROW, n % PER_ROW);
+        if constexpr (IS_CODE<S>) {
+            Chunk held = {};
+            if (inside && position < span.start) {
+                held = read_chunk<T, DEPTH>(older + position * cache.row, column, scales[position * views.scales.row]);
+            } else if (inside) {
+                held = read_chunk<T, DEPTH>(span.key(fresh) + position * fresh.row, column);
+            }
+            *reinterpret_cast<Chunk*>(target) = held;
+        } else {
+            const T* source = position < span.start ? older + position * cache.row : span.key(fresh) + position * fresh.row;
+            if constexpr (WIDTH == CHUNK<T>) {
+                copy_async(target, source + column, inside);
+            } else {
+                *reinterpret_cast<Chunk*>(target) = inside ? read_chunk<T, DEPTH>(source, column) : Chunk{};
+            }
         }
     }
 }
 
 // Where there is a cache, the new keys and values at the positions of a block's queries go into it: each is some block's. This
 // is done with a step's tile of ROWS keys, or of their values, of which `place(row, chunk)` says where they stand, by THREADS.
-template <int ROWS, int DEPTH, int THREADS, typename T, typename Span, typename Place>
-__device__ __forceinline__ void keep(const View<T>& cache, const T* tile, const Span& span, int first_key, Place place) {
+// A cache of codes has them already (quantise_kv).
+template <int ROWS, int DEPTH, int THREADS, typename T, typename S, typename Span, typename Place>
+__device__ __forceinline__ void keep(const View<S>& cache, const T* tile, const Span& span, int first_key, Place place) {
+    if constexpr (IS_CODE<S>) return;
     const int from = span.first_query + span.shift - first_key, to = min(from + Span::COUNT, span.positions - first_key);
     if (!Span::CACHED || from >= ROWS) return;
     constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int COUNT = ROWS * VECTORS, AT_ONCE = COUNT < 4 * THREADS ? ceil_div(COUNT, THREADS) : 4;
     using Pack = Vec<T, WIDTH>;
-    T* target = const_cast<T*>(cache.rows(span.slot, span.head)) + first_key * cache.row;
+    S* target = const_cast<S*>(cache.rows(span.slot, span.head)) + first_key * cache.row;
 #pragma unroll 1
     for (int begin = threadIdx.x; begin < COUNT; begin += AT_ONCE * THREADS) {
         Pack held[AT_ONCE];  // all are read before one is written: the compiler is not told that these do not overlap
