@@ -6,6 +6,7 @@ from __future__ import annotations
 METHODS = {
     "warpline": "ours:OnLLM",
     "warpline-int8": "ours:OnLLMInt8",
+    "warpline-int8-kv": "kv_codes:OnLLMInt8Kv",
     "naive": "ours:Naive",
     "naive-compile": "ours:NaiveCompiled",
     "torch": "ours:OnTorch",
@@ -14,6 +15,7 @@ METHODS = {
     "cpu-int8": "ours:OnCpuInt8",
     "kernels": "ours:OnKernels",
     "graph": "ours:OnGraph",
+    "graph-int8-kv": "kv_codes:OnGraphInt8Kv",
     "persistent": "ours:OnPersistent",
     "hf-eager": "hf:Eager",
     "hf-sdpa": "hf:Sdpa",
@@ -30,6 +32,8 @@ METHODS = {
 HEADLINE, BASELINE = "warpline", "naive"
 #: Those with int8 weights; `--dtype int8` means them.
 INT8 = ("warpline-int8", "cpu-int8", "ctranslate2-int8")
+#: Those whose KV cache holds int8 codes: beside the others, and compared with none of them.
+INT8_KV = ("warpline-int8-kv", "graph-int8-kv")
 #: The model as one writes it first: what others are compared with, and no peer of theirs.
 NAIVE = ("naive", "naive-compile")
 #: What `auto` chooses, and the public call, which is on it.
