@@ -40,15 +40,15 @@ def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: di
     """What a row says of a method's times: medians."""
     kind = known.find(name)
     case = replace(case, dtype=kind.stored or case.dtype)
-    counted = kind.exact or kind.stored  # others move fewer bytes than the dtype says
+    counted = kind.exact or kind.stored or kind.kv_stored  # others move fewer bytes than the dtype says
     whole, first = times.whole, times.first
     row: Row = dict(whole.figures())
     if case.kind == "prefill":
-        work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
+        work = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt, kv_dtype=kind.kv_stored)
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
         row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
         if counted:
-            best = plan.seconds_at_best(case, config, *limits.values())
+            best = plan.seconds_at_best(case, config, *limits.values(), kv_dtype=kind.kv_stored)
             row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
     row["tokens_per_second"] = round(case.batch * case.new / whole.median, 2)
@@ -65,14 +65,17 @@ def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: di
             row["tokens_per_second"] = round(case.batch * steps / decode, 2)
         row["us_per_token"] = round(1e6 * decode / steps, 3)
         if counted:
-            row |= decode_rates(case, config, row["us_per_token"], limits["read_gb_s"])
+            row |= decode_rates(case, config, row["us_per_token"], limits["read_gb_s"], kind.kv_stored)
     return row
 
 
-def decode_rates(case: Case, config: ModelConfig, us_per_token: float, read_gb_s: float) -> Row:
+def decode_rates(
+    case: Case, config: ModelConfig, us_per_token: float, read_gb_s: float, kv_dtype: str | None = None
+) -> Row:
     """What a step's time means: the bytes that it must move, of the LM head codes (the texts are greedy), in that
     time, and as a share of what memory can do."""
     steps = case.new - 1
-    moved = cost.decode_bytes(config, case.dtype, lengths=[case.prompt] * case.batch, steps=steps, screened=True)
+    lengths = [case.prompt] * case.batch
+    moved = cost.decode_bytes(config, case.dtype, lengths=lengths, steps=steps, screened=True, kv_dtype=kv_dtype)
     gb_s = moved / steps / us_per_token / 1e3
     return {"gb_s": round(gb_s, 2), "percent_of_limit": round(100 * gb_s / read_gb_s, 2)}

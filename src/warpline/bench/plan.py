@@ -34,38 +34,43 @@ class Deadline:
         return max(0.0, self.at - time.monotonic())
 
 
-def seconds_at_best(case: Case, config: ModelConfig, read_gb_s: float, tflop_s: float) -> float:
+def seconds_at_best(
+    case: Case, config: ModelConfig, read_gb_s: float, tflop_s: float, *, kv_dtype: str | None = None
+) -> float:
     """One generation of a case, if memory and arithmetic were used fully."""
 
     def best(moved: float, flops: float) -> float:
         return max(moved / read_gb_s / 1e9, flops / tflop_s / 1e12)
 
     if case.kind == "throughput":
-        return best(*_work_of_requests(case, config))
-    prompt = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt)
+        return best(*_work_of_requests(case, config, kv_dtype))
+    prompt = cost.prefill(config, case.dtype, batch=case.batch, tokens=case.prompt, kv_dtype=kv_dtype)
     seconds = best(cost.total_bytes(prompt), cost.total_flops(prompt))
     steps = case.new - 1
     if steps > 0:
         step = cost.decode(config, case.dtype, batch=case.batch, context=case.prompt + case.new // 2)
         rows = [case.prompt] * case.batch
-        moved = cost.decode_bytes(config, case.dtype, lengths=rows, steps=steps, screened=True)
+        moved = cost.decode_bytes(config, case.dtype, lengths=rows, steps=steps, screened=True, kv_dtype=kv_dtype)
         seconds += best(moved, steps * cost.total_flops(step))
     return seconds
 
 
 @functools.lru_cache(maxsize=8)
-def _work_of_requests(case: Case, config: ModelConfig) -> tuple[int, int]:
+def _work_of_requests(case: Case, config: ModelConfig, kv_dtype: str | None) -> tuple[int, int]:
     """Bytes and FLOPs of all requests of a case, however many share a step: the weights are read once at least, and for
     every token the cache of its own sequence. The arithmetic of attention, a few percent, is left out."""
     asked = lengths(case, config.n_positions)
     rows, ends = sum(prompt + new - 1 for prompt, new in asked), sum(new for _, new in asked)
     passes = ((rows, 1, 0), (ends, 0, 1))  # all through the blocks, and those that choose a token through the head
-    work = [cost.Workload(config=config, dtype=case.dtype, batch=b, new=n, logits=head) for b, n, head in passes]
+    one = functools.partial(cost.Workload, config=config, dtype=case.dtype, kv_dtype=kv_dtype)
+    work = [one(batch=b, new=n, logits=head) for b, n, head in passes]
     moved = cost.weight_bytes(config, case.dtype)
     for steps in {new - 1 for _, new in asked}:
         prompts = [prompt for prompt, new in asked if new - 1 == steps]
-        without = cost.total_bytes(cost.decode(config, case.dtype, batch=len(prompts)))
-        moved += cost.decode_bytes(config, case.dtype, lengths=prompts, steps=steps) - steps * without
+        without = cost.total_bytes(cost.decode(config, case.dtype, batch=len(prompts), kv_dtype=kv_dtype))
+        moved += (
+            cost.decode_bytes(config, case.dtype, lengths=prompts, steps=steps, kv_dtype=kv_dtype) - steps * without
+        )
     return moved, sum(map(cost.total_flops, work))
 
 

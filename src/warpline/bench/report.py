@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from warpline.bench.methods.names import BASELINE, CHOSEN, INT8, NAIVE, OURS
+from warpline.bench.methods.names import BASELINE, CHOSEN, INT8, INT8_KV, NAIVE, OURS
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 from warpline.model import cost
@@ -73,7 +73,7 @@ def losses(rows: Sequence[Row]) -> list[str]:
     behind: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     cases: dict[tuple[str, str, str], int] = {}
     for group in grouped(rows).values():
-        timed = [row for row in group if row["status"] == "ok" and "seconds" in row]
+        timed = [row for row in group if row["status"] == "ok" and "seconds" in row and row["method"] not in INT8_KV]
         for stored in ("int8", group[0]["dtype"]):
             alike = [row for row in timed if (row["method"] in INT8) == (stored == "int8")]
             ours = [row for row in alike if row["method"] in OURS]
@@ -179,7 +179,7 @@ def yardsticks(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
     """What the others of a table are compared with: the naive model, and the fastest that is neither ours nor of other
     weights."""
     measured = {row["method"]: row for row in rows if row["status"] == "ok" and "seconds" in row}
-    peers = [row for name, row in measured.items() if name not in (*OURS, *INT8, *NAIVE)]
+    peers = [row for name, row in measured.items() if name not in (*OURS, *INT8, *INT8_KV, *NAIVE)]
     return measured.get(BASELINE), min(peers, key=lambda row: row["seconds"], default=None)
 
 

@@ -254,8 +254,9 @@ def figures(case: Case, config: ModelConfig, name: str, sample: Sample, limits: 
         "requests_per_second": round(case.batch / sample.median, 3),
         "tokens_per_second": round(wanted / sample.median, 2),
     }
-    if kind.exact or kind.stored:  # others move fewer bytes than the dtype says
-        row["percent_of_limit"] = round(100 * plan.seconds_at_best(case, config, *limits.values()) / sample.median, 2)
+    if kind.exact or kind.stored or kind.kv_stored:  # others move fewer bytes than the dtype says
+        best = plan.seconds_at_best(case, config, *limits.values(), kv_dtype=kind.kv_stored)
+        row["percent_of_limit"] = round(100 * best / sample.median, 2)
     return row
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from warpline.cli.common import chosen
-from warpline.config import WEIGHT_BYTES
+from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError
 from warpline.model.builtin import DEFAULT
 from warpline.progress import progress
@@ -27,6 +27,10 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="Several, separated by commas; all are compared with the first.")
     ] = "fp32,int8",
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="int8: each dtype a second time, with a KV cache of int8 codes.")
+    ] = None,
+    executor: Annotated[str, typer.Option(help="auto, or one by name; on a CPU torch has an int8 KV cache.")] = "auto",
     text: Annotated[Path | None, typer.Option(help="A text file to predict.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")] = "auto",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the text, at most.")] = 2000,
@@ -35,6 +39,8 @@ def evaluate(
     """Say how well each dtype predicts a text. Perplexity, bits per character, agreement of the likeliest tokens and
     divergence from the first dtype."""
     dtypes = chosen(dtype, list(WEIGHT_BYTES), "dtype")
+    EngineConfig(device=device, kv_dtype=kv_dtype)
+    kinds = [None] if kv_dtype is None else [None, kv_dtype]
     try:
         words = _TEXT if text is None else text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -46,7 +52,9 @@ def evaluate(
         from warpline import LLM
         from warpline.engine.check.evaluate import evaluate as compare
 
-        engines = [LLM(model, device=device, dtype=name) for name in dtypes]
+        engines = [
+            LLM(model, device=device, dtype=name, kv_dtype=kind, executor=executor) for name in dtypes for kind in kinds
+        ]
     ids = engines[0].tokenizer.encode(words)[:tokens]
     with progress("Predicting", len(ids)) as advance:
         found = [one.as_dict() for one in compare(engines, [engines[0].tokenizer.decode(ids)], tick=advance)]

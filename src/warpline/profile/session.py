@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from warpline.bench.methods.names import INT8_KV
 from warpline.config import ModelConfig
 from warpline.errors import ConfigError, one_of
 from warpline.model import cost
@@ -171,6 +172,7 @@ class Session:
         return cost.Workload(
             config=self.config,
             dtype=dtype or self.dtype,
+            kv_dtype="int8" if self.method in INT8_KV else None,
             batch=self.batch,
             new=work.new,
             past=work.past,

@@ -107,6 +107,8 @@ class Method(ABC):
     exact: bool = True
     #: How it stores weights, if not as the case says.
     stored: str | None = None
+    #: How it stores keys and values, if not as its activations.
+    kv_stored: str | None = None
     #: Whether torch.compile makes its code, and whether the whole text goes through the model for every token.
     compiled: bool = False
     recomputes: bool = False

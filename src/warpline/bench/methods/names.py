@@ -6,6 +6,7 @@ from __future__ import annotations
 METHODS = {
     "warpline": "ours:OnLLM",
     "warpline-int8": "ours:OnLLMInt8",
+    "warpline-int8-kv": "kv_codes:OnLLMInt8Kv",
     "naive": "ours:Naive",
     "naive-compile": "ours:NaiveCompiled",
     "torch": "ours:OnTorch",
@@ -15,6 +16,7 @@ METHODS = {
     "kernels": "ours:OnKernels",
     "graph": "ours:OnGraph",
     "graph-int8": "ours:OnGraphInt8",
+    "graph-int8-kv": "kv_codes:OnGraphInt8Kv",
     "persistent": "ours:OnPersistent",
     "persistent-int8": "ours:OnPersistentInt8",
     "hf-eager": "hf:Eager",
@@ -35,6 +37,8 @@ HEADLINE, BASELINE = "warpline", "naive"
 INT8 = (
     "warpline-int8", "cpu-int8", "graph-int8", "persistent-int8", "static-kv-compile-int8", "ctranslate2-int8",
 )  # fmt: skip
+#: Those whose KV cache holds int8 codes: beside the others, and compared with none of them.
+INT8_KV = ("warpline-int8-kv", "graph-int8-kv")
 #: The model as one writes it first: what others are compared with, and no peer of theirs.
 NAIVE = ("naive", "naive-compile")
 #: What `auto` chooses, and the public call, which is on it.

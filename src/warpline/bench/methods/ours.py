@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from warpline.bench.methods.base import COMPILE_SECONDS, Counts, InInt8, Method, Moments, Stamped, Watcher
 from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
-from warpline.config import SamplingParams
+from warpline.config import EngineConfig, SamplingParams
 from warpline.engine import executors
 from warpline.engine.crossing import BROKEN, FAULT
 from warpline.engine.executors.pytorch import TorchExecutor
@@ -67,7 +67,7 @@ class OnLLM(FromHost):
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
-        self._llm = LLM.of(weights, device, case.dtype, window=case.window)
+        self._llm = LLM.of(weights, device, case.dtype, kv_dtype=self.kv_stored, window=case.window)
 
     @classmethod
     def begin(cls, case: Case, device: torch.device) -> None:
@@ -163,7 +163,8 @@ class OnExecutor(FromHost):
         super().__init__(weights, case, device)
         config = case.windowed(weights.config)
         used = weights if config == weights.config else replace(weights, config=config)
-        self._executor = executors.create(self.executor, used, device, case.dtype)
+        asked = EngineConfig(kv_dtype=self.kv_stored)
+        self._executor = executors.create(self.executor, used, device, case.dtype, asked)
         self._slots: Slots | None = None
         self._pass = 0  # of those over the prompts of one generation
 

@@ -20,7 +20,7 @@ from warpline.model.tokenizer import END_OF_TEXT
 class Quality:
     """How one dtype predicts a text, and how that compares with the first."""
 
-    dtype: str
+    dtype: str  # with what the KV cache holds, if not the same
     tokens: int = 0
     characters: int = 0
     nats: float = 0.0
@@ -61,7 +61,7 @@ def evaluate(
     length = min(length, first.config.n_positions - 2)
     if length < 1:
         raise ConfigError(f"{first.model} has a context of {first.config.n_positions}: too short to predict anything")
-    found = [Quality(llm.dtype) for llm in engines]
+    found = [Quality(llm.dtype + (f", {llm.kv_dtype} KV" if llm.kv_dtype else "")) for llm in engines]
     (start,) = first.tokenizer.encode(END_OF_TEXT, special=True)
     for text in texts:
         for ids, characters in pieces(first, text, length):
