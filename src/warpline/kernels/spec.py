@@ -66,6 +66,8 @@ class KernelSpec:
     #: Tunables with which the bits of a row do not depend on how many rows there are, where the default's may.
     invariant: Callable[[Dims, str, str], Tunables] | None = None
     launch: Callable[[Dims, Tunables, str], Launch]
+    #: Blocks of a multiprocessor that registers must be enough for. With 1 the compiler spends them as it likes.
+    min_blocks: Callable[[Tunables], int] = lambda _tunables: 1
     flops: Callable[[Dims], int]
     #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs and then
     #: what has become of the updated inputs.
@@ -247,6 +249,7 @@ class Variant:
         types = [CUDA_TYPES[self.dtype], *(CUDA_TYPES[holds.element or self.dtype] for holds in spec.types)]
         template = ", ".join([*types, *map(str, constants)])
         # To promise room for one block lets the compiler spend registers on loads that are under way.
+        bounds = f"{launch.block}, {spec.min_blocks(dict(self.tunables))}"
         return "\n".join(
             [
                 f"// {self.label}",
@@ -254,7 +257,7 @@ class Variant:
                 f'#include "{spec.header}"',
                 '#include "ptx.cuh"',
                 *(a.definition(self.dtype, dict(self.constants)) for a in self.in_constant_memory),
-                f'extern "C" __global__ void __launch_bounds__({launch.block}, 1)',
+                f'extern "C" __global__ void __launch_bounds__({bounds})',
                 *((f"__cluster_dims__({launch.cluster}, 1, 1)",) if launch.cluster > 1 else ()),
                 f"{self.entry}({', '.join(declared)}) {{",
                 "    warpline::allow_next_launch();",

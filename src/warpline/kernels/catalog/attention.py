@@ -233,6 +233,15 @@ def _decode_launch(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     return Launch(grid, tunables["warps"] * THREADS_PER_WARP)
 
 
+def _coded_blocks(tunables: Tunables) -> int:
+    """To expand codes the compiler takes twice the registers that it needs, so that half as many loads would be under
+    way: with so few threads to a multiprocessor nothing is spilled."""
+    if tunables["unroll"] > 4:
+        return 1
+    threads = 768 if tunables["unroll"] == 2 and tunables["splits"] == 1 else 512
+    return max(1, threads // (tunables["warps"] * THREADS_PER_WARP))
+
+
 def _cached(batch: int, heads: int, positions: int, depth: int = 64, window: int = 0) -> Dims:
     dims = {"batch": batch, "heads": heads, "positions": positions, "depth": depth}
     return dims | ({"window": window} if window else {})
@@ -337,6 +346,7 @@ def _decode_op(name: str, summary: str, *, appends: bool, coded: bool = False) -
         default=_decode_defaults,
         invariant=_decode_invariant,
         launch=_decode_launch,
+        min_blocks=_coded_blocks if coded else lambda _tunables: 1,
         flops=lambda dims: (
             4
             * dims["batch"]

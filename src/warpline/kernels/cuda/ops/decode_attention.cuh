@@ -11,8 +11,9 @@
 // and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
 // launches ahead have ended: where launches overlap, none of those may write them. In the engine's graphs of one step each,
 // they were written before the graph began, and graphs do not overlap.
-// A cache of codes (codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes are
-// multiplied as they are. The new key and value are rounded to codes too before anything is computed: what a step sees is
+// A cache of codes (kv_codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes are
+// multiplied as they are; with those of keys in fp16, for heads of 64, tensor cores do it, of which one row is used and
+// fifteen are not, but which spare every second instruction. The new key and value are rounded to codes too before anything is computed: what a step sees is
 // what any later one reads again.
 // Traffic: keys and values once.
 #pragma once
@@ -129,6 +130,8 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     await_previous_launch();
 
     float query[SIZE];
+    constexpr bool TENSOR = CODED && IS_SAME<T, __half> && DEPTH == 64;
+    CodeProduct product;
     Pack newest_key[1][STEPS], newest_value[1][STEPS];  // the first group's
     ScalePair newest_scaled[1] = {};
 #pragma unroll
@@ -137,6 +140,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         Vec<T, WIDTH> pack = {};
         if constexpr (CODED) {
             if (at < VECTORS) pack = read_vector<WIDTH>(q.rows(sequence, head), at);
+            if constexpr (TENSOR) product.prepare(pack);
         } else {
             if (at < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[at];
         }
@@ -187,13 +191,17 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
 #pragma unroll
         for (int u = 0; u < COUNT; ++u) {
             float dot = 0.f;
+            if constexpr (TENSOR) {
+                dot = product(key[u][0]);
+            } else {
 #pragma unroll
-            for (int s = 0; s < STEPS; ++s) {
+                for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], number(key[u][s], i), dot);
+                    for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], number(key[u][s], i), dot);
+                }
+#pragma unroll
+                for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
             }
-#pragma unroll
-            for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
             if (CODED) dot *= scaled[u].at[0];
             score[u] = is_there(u) ? dot : LOWEST;
             largest = fmaxf(largest, score[u]);
