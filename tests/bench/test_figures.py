@@ -72,3 +72,24 @@ def test_rows_measured_before_are_marked_when_shown() -> None:
     assert "†" in shown(row)["method"]
     assert shown(row)["first token ms"] == ""
     assert shown(row | {"first_token_seconds": 0.1, "percent_of_limit": 432.4})["% of limit"] == "432.4*"
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_codes_of_keys_and_values_count_as_what_they_are(kind: str) -> None:
+    config, one = read_config(SMALL), case(kind=kind, batch=2, prompt=30, new=11 if kind == "decode" else 0)
+    times = Times(Sample((0.1, 0.3, 0.2)), Sample((0.6, 0.9, 0.8)))
+    plain, coded = (figures(one, config, times, name, LIMITS) for name in ("graph", "graph-int8-kv"))
+    assert coded["percent_of_limit"] <= plain["percent_of_limit"]
+    if kind == "decode":
+        moved = cost.decode_bytes(config, "fp32", lengths=[30] * 2, steps=10, screened=True, kv_dtype="int8")
+        assert coded["gb_s"] == round(moved / 0.6 / 1e9, 2) < plain["gb_s"]
+
+
+def test_codes_are_no_loss_of_ours() -> None:
+    """Who is ahead is said of what computes the same."""
+    shared = {"status": "ok", "workload": "batch", "model": "gpt2", "dtype": "fp16", "batch": 8, "prompt": 16, "new": 9}
+    rows = [
+        shared | {"method": name, "seconds": s}
+        for name, s in (("graph", 2.0), ("graph-int8-kv", 1.0), ("hf-sdpa", 3.0))
+    ]
+    assert not report.losses([asdict(case()) | row for row in rows])

@@ -92,6 +92,8 @@ def test_the_four_tables_have_the_rows_of_the_reference_systems() -> None:
         ("aten::brand_new", "other"),
         ("warpline_layernorm_matvec_bias_gelu", "GEMM"),
         ("warpline_append_attention", "attention"),
+        ("warpline_append_attention_int8", "attention"),
+        ("warpline_quantise_kv", "memory"),
         ("warpline_residual_layernorm", "reduction"),
         ("warpline_newest_embedding", "memory"),
         ("warpline_matvec_bias_residual_int8", "GEMM"),

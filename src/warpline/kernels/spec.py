@@ -67,7 +67,7 @@ class KernelSpec:
     invariant: Callable[[Dims, str, str], Tunables] | None = None
     launch: Callable[[Dims, Tunables, str], Launch]
     #: Blocks of a multiprocessor that registers must be enough for. With 1 the compiler spends them as it likes.
-    min_blocks: Callable[[Tunables], int] = lambda _tunables: 1
+    min_blocks: Callable[[Dims, Tunables, str], int] = lambda _dims, _tunables, _dtype: 1
     flops: Callable[[Dims], int]
     #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs and then
     #: what has become of the updated inputs.
@@ -249,7 +249,7 @@ class Variant:
         types = [CUDA_TYPES[self.dtype], *(CUDA_TYPES[holds.element or self.dtype] for holds in spec.types)]
         template = ", ".join([*types, *map(str, constants)])
         # To promise room for one block lets the compiler spend registers on loads that are under way.
-        bounds = f"{launch.block}, {spec.min_blocks(dict(self.tunables))}"
+        bounds = f"{launch.block}, {spec.min_blocks(dict(self.constants), dict(self.tunables), self.dtype)}"
         return "\n".join(
             [
                 f"// {self.label}",

@@ -21,7 +21,7 @@ _OURS = {
     "attention": r"attention|computed",
     "reduction": r"layernorm|softmax|sample|row_statistics",
     "elementwise": r"gelu|append_token|noise",
-    "memory": r"embedding|last_rows|admit|report|expand",
+    "memory": r"embedding|last_rows|quantise_kv|admit|report|expand",
 }
 #: Operators of torch on the host: the whole name.
 _OPERATORS = {

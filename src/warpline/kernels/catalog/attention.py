@@ -233,12 +233,22 @@ def _decode_launch(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
     return Launch(grid, tunables["warps"] * THREADS_PER_WARP)
 
 
-def _coded_blocks(tunables: Tunables) -> int:
+def _coded_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
+    """A key has half the bytes, so as many keys again are on their way where there are as many, in smaller blocks."""
+    tunables = _decode_defaults(dims, dtype, arch)
+    warps = min(tunables["warps"], 4)
+    at_once = 8 * warps  # of heads of 64, 16 bytes to a lane
+    return {**tunables, "warps": warps, "unroll": 4} if dims["positions"] > 2 * at_once else tunables
+
+
+def _coded_blocks(dims: Dims, tunables: Tunables, dtype: str) -> int:
     """To expand codes the compiler takes twice the registers that it needs, so that half as many loads would be under
     way: with so few threads to a multiprocessor nothing is spilled."""
     if tunables["unroll"] > 4:
         return 1
-    threads = 768 if tunables["unroll"] == 2 and tunables["splits"] == 1 else 512
+    tensor = dtype == "fp16" and dims["depth"] == 64  # on tensor cores, whose sums take many
+    roomy = not tensor and tunables["splits"] == 1 and dtype != "fp32"
+    threads = 384 if tunables["unroll"] == 4 else 768 if roomy else 512
     return max(1, threads // (tunables["warps"] * THREADS_PER_WARP))
 
 
@@ -343,10 +353,10 @@ def _decode_op(name: str, summary: str, *, appends: bool, coded: bool = False) -
         ),
         constants=("depth",),
         tunables={"warps": (4, 1, 2, 8), "unroll": (4, 2, 8), "splits": _SPLITS, "part": (0, _FIXED_PART)},
-        default=_decode_defaults,
+        default=_coded_defaults if coded else _decode_defaults,
         invariant=_decode_invariant,
         launch=_decode_launch,
-        min_blocks=_coded_blocks if coded else lambda _tunables: 1,
+        min_blocks=_coded_blocks if coded else lambda _dims, _tunables, _dtype: 1,
         flops=lambda dims: (
             4
             * dims["batch"]

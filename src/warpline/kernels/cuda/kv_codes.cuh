@@ -1,7 +1,6 @@
 // Rows of numbers as codes of a byte with a scale each: row = codes * scale. As codes.py computes them, to the bit.
 #pragma once
 #include "common.cuh"
-#include "ptx.cuh"
 
 namespace warpline {
 
@@ -50,44 +49,6 @@ __device__ __forceinline__ float number(const Vec<Code, N>& v, int i) {
         return static_cast<float>(v.at[i]);
     }
 }
-
-// The products of one row and eight rows of 64 codes, on tensor cores. Four neighbouring lanes share a row of codes, 16 each,
-// and have the same 16 numbers of the one row; all eight groups of a warp do. In which order the columns are taken is free,
-// so a lane's bytes are operands as they are loaded, once each stands below the byte that makes it a half of 1,024 and more.
-// What that adds to the sum depends on the one row alone: `prepare` computes it, in the same way.
-struct CodeProduct {
-    static constexpr unsigned UPPER_BYTES = 0x64646464u;  // of halves of 1,024 and more, where a unit is 1
-    static constexpr unsigned TWICE_1152 = 0x64806480u;   // two halves of 1,024 + 128
-    unsigned row[8];
-    float excess;
-
-    __device__ __forceinline__ void prepare(const Vec<__half, 16>& numbers) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) row[i] = reinterpret_cast<const unsigned*>(&numbers)[i];
-        float sum[4] = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) multiply(sum, i, TWICE_1152, TWICE_1152);
-        excess = sum[0];
-    }
-
-    // Of the row of codes that this lane has a part of.
-    __device__ __forceinline__ float operator()(const Vec<Code, 16>& codes) const {
-        float sum[4] = {};  // of the row with those of groups 2t and 2t + 1, where this is lane t of its group; and again
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned shifted = reinterpret_cast<const unsigned*>(&codes)[i] ^ 0x80808080u;  // codes + 128
-            multiply(sum, i, __byte_perm(shifted, UPPER_BYTES, 0x4140), __byte_perm(shifted, UPPER_BYTES, 0x4342));
-        }
-        const int lane = threadIdx.x % WARP, group = lane / 4;
-        return __shfl_sync(0xffffffffu, group % 2 ? sum[1] : sum[0], group * 4 + group / 2) - excess;
-    }
-
-   private:
-    __device__ __forceinline__ void multiply(float (&sum)[4], int i, unsigned b0, unsigned b1) const {
-        const unsigned a[4] = {row[2 * i], row[2 * i], row[2 * i + 1], row[2 * i + 1]};  // all sixteen rows are this one
-        multiply_add<__half>(sum, a, b0, b1);
-    }
-};
 
 template <typename A, typename B>
 constexpr bool IS_SAME = false;

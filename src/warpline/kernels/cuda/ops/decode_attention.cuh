@@ -11,13 +11,12 @@
 // and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
 // launches ahead have ended: where launches overlap, none of those may write them. In the engine's graphs of one step each,
 // they were written before the graph began, and graphs do not overlap.
-// A cache of codes (kv_codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes are
-// multiplied as they are; with those of keys in fp16, for heads of 64, tensor cores do it, of which one row is used and
-// fifteen are not, but which spare every second instruction. The new key and value are rounded to codes too before anything is computed: what a step sees is
-// what any later one reads again.
+// A cache of codes (kv_codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes
+// are multiplied as they are; in fp16, for heads of 64, tensor cores do it (code_attention.cuh). The new key and value are
+// rounded to codes too before anything is computed: what a step sees is what any later one reads again.
 // Traffic: keys and values once.
 #pragma once
-#include "kv_codes.cuh"
+#include "code_attention.cuh"
 #include "online.cuh"
 #include "ptx.cuh"
 
@@ -70,7 +69,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                                                  View<float> scales, const long long* length, const long long* lanes, T* y,
                                                  float* parts, int* finished, int heads, int positions, int window,
                                                  float scale) {
-    constexpr bool CODED = IS_CODE<S>;
+    constexpr bool CODED = IS_CODE<S>, TENSOR = CODED && IS_SAME<T, __half> && DEPTH == 64;
     constexpr int WIDTH = vector_width<S>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
@@ -96,13 +95,20 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
     const int cached = brings ? end - 1 : to;
     Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
-    ScalePair scaled[UNROLL];
+    constexpr int OWN = TENSOR ? 2 : 1;  // keys whose scales a lane needs
+    ScalePair scaled[UNROLL][OWN];
+    // Where the eight keys of a warp begin, of which this lane has the value of the first, or of neighbours from there on.
+    const int its_first = TENSOR ? 2 * lane - group % (WARP / LANES) : 0;
     const auto load = [&](int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int position = first + u * AT_ONCE;
-            scaled[u] = {};
-            if (CODED && position < cached) scaled[u] = *reinterpret_cast<const ScalePair*>(scale_pairs + position * scales.row);
+#pragma unroll
+            for (int e = 0; e < OWN; ++e) {
+                const int its = position + its_first + e;
+                scaled[u][e] = {};
+                if (CODED && its < cached) scaled[u][e] = *reinterpret_cast<const ScalePair*>(scale_pairs + its * scales.row);
+            }
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 key[u][s] = {};
@@ -110,7 +116,14 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                 const int at = s * LANES + lane;
                 if (position < cached && at < VECTORS) {
                     key[u][s] = reinterpret_cast<const Pack*>(keys + position * k.row)[at];
-                    value[u][s] = reinterpret_cast<const Pack*>(values + position * v.row)[at];
+                    if constexpr (!TENSOR) value[u][s] = reinterpret_cast<const Pack*>(values + position * v.row)[at];
+                }
+                if constexpr (TENSOR) {
+#pragma unroll
+                    for (int e = 0; e < OWN; ++e) {
+                        const int its = position + its_first + e, eighth = group % (WARP / LANES);
+                        if (its < cached) CodeAttention::value_of(value[u][s], e) = reinterpret_cast<const Vec<S, 8>*>(values + its * v.row)[eighth];
+                    }
                 }
             }
         }
@@ -130,17 +143,16 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     await_previous_launch();
 
     float query[SIZE];
-    constexpr bool TENSOR = CODED && IS_SAME<T, __half> && DEPTH == 64;
-    CodeProduct product;
+    CodeAttention tensor;
     Pack newest_key[1][STEPS], newest_value[1][STEPS];  // the first group's
-    ScalePair newest_scaled[1] = {};
+    ScalePair newest_scaled[1][OWN] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
         const int at = s * LANES + lane;
         Vec<T, WIDTH> pack = {};
         if constexpr (CODED) {
             if (at < VECTORS) pack = read_vector<WIDTH>(q.rows(sequence, head), at);
-            if constexpr (TENSOR) product.prepare(pack);
+            if constexpr (TENSOR) tensor.ask(pack);
         } else {
             if (at < VECTORS) pack = reinterpret_cast<const Pack*>(q.rows(sequence, head))[at];
         }
@@ -178,9 +190,11 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                 }
                 return its_scale;
             };
-            newest_scaled[0].at[0] = encode(new_k, newest_key[0], keys + cached * k.row);
-            newest_scaled[0].at[1] = encode(new_v, newest_value[0], values + cached * v.row);
-            if (threadIdx.x == 0) *reinterpret_cast<ScalePair*>(const_cast<float*>(scale_pairs + cached * scales.row)) = newest_scaled[0];
+            newest_scaled[0][0].at[0] = encode(new_k, newest_key[0], keys + cached * k.row);
+            newest_scaled[0][0].at[1] = encode(new_v, newest_value[0], values + cached * v.row);
+            if (threadIdx.x == 0) {
+                *reinterpret_cast<ScalePair*>(const_cast<float*>(scale_pairs + cached * scales.row)) = newest_scaled[0][0];
+            }
         }
     }
     Partial<SIZE> mine;
@@ -191,18 +205,14 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
 #pragma unroll
         for (int u = 0; u < COUNT; ++u) {
             float dot = 0.f;
-            if constexpr (TENSOR) {
-                dot = product(key[u][0]);
-            } else {
 #pragma unroll
-                for (int s = 0; s < STEPS; ++s) {
+            for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
-                    for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], number(key[u][s], i), dot);
-                }
-#pragma unroll
-                for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
+                for (int i = 0; i < WIDTH; ++i) dot = fmaf(query[s * WIDTH + i], number(key[u][s], i), dot);
             }
-            if (CODED) dot *= scaled[u].at[0];
+#pragma unroll
+            for (int other = LANES / 2; other > 0; other /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, other);
+            if (CODED) dot *= scaled[u][0].at[0];
             score[u] = is_there(u) ? dot : LOWEST;
             largest = fmaxf(largest, score[u]);
         }
@@ -212,7 +222,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
 #pragma unroll
         for (int u = 0; u < COUNT; ++u) {
             float weight = mine.softmax.weigh(score[u], factor);
-            if (CODED) weight *= scaled[u].at[1];
+            if (CODED) weight *= scaled[u][0].at[1];
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
 #pragma unroll
@@ -222,14 +232,29 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
             }
         }
     };
-    if (brings && threadIdx.x < WARP) take(newest_key, newest_value, newest_scaled, [&](int) { return group == 0; });
+    if (brings && threadIdx.x < WARP) {
+        if constexpr (TENSOR) {
+            CodeAttention::spread(newest_value[0][0], newest_scaled[0][0]);
+            tensor.take(newest_key, newest_value, newest_scaled, factor, [&](int, int e) { return threadIdx.x % LANES == 0 && e == 0; });
+        } else {
+            take(newest_key, newest_value, newest_scaled, [&](int) { return group == 0; });
+        }
+    }
     for (int first = from + group; first < cached + group; first += AT_ONCE * UNROLL) {  // as often for every group
         if (first >= from + AT_ONCE) load(first);
-        take(key, value, scaled, [&](int u) { return first + u * AT_ONCE < cached; });
+        if constexpr (TENSOR) {
+            tensor.take(key, value, scaled, factor, [&](int u, int e) { return first + u * AT_ONCE + its_first + e < cached; });
+        } else {
+            take(key, value, scaled, [&](int u) { return first + u * AT_ONCE < cached; });
+        }
     }
 
     // The groups of a warp, then the warps of the block, then the blocks of the head.
-    mine.template merge_lanes<WARP / 2, LANES>(factor);
+    if constexpr (TENSOR) {
+        tensor.finish(mine.softmax, mine.out);
+    } else {
+        mine.template merge_lanes<WARP / 2, LANES>(factor);
+    }
     float* own = stored + threadIdx.x / WARP * (DEPTH + 2);
     if (threadIdx.x % WARP < LANES) {
 #pragma unroll
