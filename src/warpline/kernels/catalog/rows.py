@@ -132,9 +132,10 @@ _ODD = (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)
 
 
 def _tests(*columns: int, **fixed: int) -> tuple[Dims, ...]:
-    """Few and many rows of a usual width, and a few rows of every odd one."""
+    """Few and many rows of a usual width, and a few rows of every odd one: more where columns are few, since errors are
+    judged by the largest number, and where all are far below 0 a GELU is all cancellation."""
     usual = [{"rows": rows, "columns": 768} for rows in (1, 2, 3, 7, 8, 9, 63, 65, 128)]
-    odd = [{"rows": 5, "columns": width} for width in (*_ODD, *columns)]
+    odd = [{"rows": 33 if width < 8 else 5, "columns": width} for width in (*_ODD, *columns)]
     return tuple({**dims, **fixed} for dims in (*usual, *odd))
 
 
