@@ -42,6 +42,15 @@ def test_a_prompt_is_the_plain_one_over_what_codes_mean(dims: dict[str, int]) ->
     assert torch.allclose(y, expected)
 
 
+@pytest.mark.parametrize("past", [0, 5])
+def test_torchs_own_attention_does_the_same_where_it_is_timed(past: int) -> None:
+    dims = {"lanes": 3, "heads": 2, "rows": 21, "slots": 3, "positions": 7 + past, "depth": 8, "past": past, "tiles": 9}
+    inputs = random_inputs(PROMPT, "fp32", dims, 2, "cpu", full=True)
+    (exact,) = PROMPT.reference(*inputs, window=0, scale=0.3)
+    (theirs,) = PROMPT.peers["SDPA"](*inputs, window=0, scale=0.3)
+    assert torch.allclose(exact, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize("dims", QUANTISE.test_dims[::3], ids=str)
 def test_rows_go_where_they_belong_and_nowhere_else(dims: dict[str, int]) -> None:
     inputs = random_inputs(QUANTISE, "fp16", dims, 3, "cpu")

@@ -219,7 +219,8 @@ def _statistics(llm: LLM, completions: list[Completion], waited: float) -> list[
     parts.append(f"prompt {prompt:,} in {1e3 * timings.prefill_seconds:,.0f} ms")
     if waited > NOTHING:
         parts.append(f"compiled in {waited:.1f} s")
-    return [*parts, f"{llm.model} {llm.dtype}, {llm.executor.described}"]
+    dtype = llm.dtype if llm.kv_dtype is None else f"{llm.dtype} with {llm.kv_dtype} KV"
+    return [*parts, f"{llm.model} {dtype}, {llm.executor.described}"]
 
 
 def _beyond(llm: LLM, timings: Timings, share: float) -> str:

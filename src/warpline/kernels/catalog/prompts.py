@@ -179,6 +179,24 @@ def _sdpa(
     return y.transpose(1, 2).flatten(0, 1)[None], cache_k, cache_v
 
 
+def _sdpa_codes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    scales: Tensor,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The same over what codes mean."""
+    from warpline.codes import decode
+
+    keys, values = (decode(c, scales[..., i : i + 1]).to(q.dtype) for i, c in enumerate((cache_k, cache_v)))
+    return _sdpa(q, k, v, tiles, keys, values, window, scale)[:1]
+
+
 def _places(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
     """A slot and a position for each row, no two the same; where it is timed, in order."""
     import torch
@@ -248,7 +266,7 @@ def _prompt_op(name: str, summary: str, *, coded: bool = False) -> KernelSpec:
         ),
         flops=lambda dims: 4 * dims["heads"] * dims["depth"] * _pairs(dims),
         reference=_prompt_codes if coded else _prompt,
-        peers={} if coded else {"SDPA": _sdpa},
+        peers={"SDPA": _sdpa_codes if coded else _sdpa},
         test_dims=(
             *(_packed(lanes, 3, 33 * lanes, lanes + 2, 70 * lanes, past=40) for lanes in range(1, 10)),
             *(_packed(2, 2, rows, 3, 2100, past=past) for rows in (2, 65, 129, 2000) for past in (0, 1, 64, 65, 100)),

@@ -11,9 +11,9 @@
 // and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
 // launches ahead have ended: where launches overlap, none of those may write them. In the engine's graphs of one step each,
 // they were written before the graph began, and graphs do not overlap.
-// A cache of codes (kv_codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes
-// are multiplied as they are; in fp16, for heads of 64, tensor cores do it (code_attention.cuh). The new key and value are
-// rounded to codes too before anything is computed: what a step sees is what any later one reads again.
+// A cache of codes (kv_codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes are
+// multiplied as they are; in fp16, for heads of 64, on tensor cores (code_attention.cuh). The new key and value are rounded to
+// codes before anything is computed: what a step sees is what any later one reads again.
 // Traffic: keys and values once.
 #pragma once
 #include "code_attention.cuh"
@@ -95,10 +95,11 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
     const int cached = brings ? end - 1 : to;
     Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
-    constexpr int OWN = TENSOR ? 2 : 1;  // keys whose scales a lane needs
+    // Tensor cores take from a lane an eighth of two values, which are not those of its key but of a pair of the warp's eight:
+    // where the first is, seen from its key.
+    constexpr int OWN = TENSOR ? 2 : 1;
+    const int eighth = group % (WARP / LANES), its_first = TENSOR ? 2 * lane - eighth : 0;
     ScalePair scaled[UNROLL][OWN];
-    // Where the eight keys of a warp begin, of which this lane has the value of the first, or of neighbours from there on.
-    const int its_first = TENSOR ? 2 * lane - group % (WARP / LANES) : 0;
     const auto load = [&](int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
@@ -121,8 +122,9 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                 if constexpr (TENSOR) {
 #pragma unroll
                     for (int e = 0; e < OWN; ++e) {
-                        const int its = position + its_first + e, eighth = group % (WARP / LANES);
-                        if (its < cached) CodeAttention::value_of(value[u][s], e) = reinterpret_cast<const Vec<S, 8>*>(values + its * v.row)[eighth];
+                        const int its = position + its_first + e;
+                        const auto* row = reinterpret_cast<const Vec<S, 8>*>(values + its * v.row);
+                        if (its < cached) CodeAttention::value_of(value[u][s], e) = row[eighth];
                     }
                 }
             }
@@ -235,7 +237,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     if (brings && threadIdx.x < WARP) {
         if constexpr (TENSOR) {
             CodeAttention::spread(newest_value[0][0], newest_scaled[0][0]);
-            tensor.take(newest_key, newest_value, newest_scaled, factor, [&](int, int e) { return threadIdx.x % LANES == 0 && e == 0; });
+            tensor.take(newest_key, newest_value, newest_scaled, factor, [&](int, int e) { return lane == 0 && e == 0; });
         } else {
             take(newest_key, newest_value, newest_scaled, [&](int) { return group == 0; });
         }
