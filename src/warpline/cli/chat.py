@@ -18,6 +18,7 @@ from warpline.cli.common import (
     NEW_TOKENS,
     Device,
     Dtype,
+    KvDtype,
     RepetitionPenalty,
     Seed,
     Speculate,
@@ -75,6 +76,7 @@ def chat(
     ] = None,
     device: Device = _ENGINE.device,
     dtype: Dtype = _ENGINE.dtype,
+    kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
     threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
     speculate: Speculate = _ENGINE.speculate,
@@ -89,8 +91,8 @@ def chat(
             repetition_penalty=repetition_penalty, seed=seed, stop=stop or (),
         )  # fmt: skip
         engine = EngineConfig(
-            device=device, dtype=dtype, executor=executor, threads=threads, max_batch=1, speculate=speculate,
-            speculative_tokens=speculative_tokens, speculative_table=speculative_table,
+            device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, threads=threads, max_batch=1,
+            speculate=speculate, speculative_tokens=speculative_tokens, speculative_table=speculative_table,
         )  # fmt: skip
     if url is not None and (engine, chat_template) != (_ENGINE, None):
         raise ConfigError("settings of the engine and --chat-template are for a local model, not for --url")

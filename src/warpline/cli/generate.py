@@ -193,6 +193,7 @@ def _as_object(llm: LLM, completions: list[Completion], waited: float) -> dict[s
         "model": llm.model,
         "executor": llm.executor.described,
         "dtype": llm.dtype,
+        "kv_dtype": llm.kv_dtype,
         "device": llm.device.name,
         **({"completions": each} if others else {}),
     }

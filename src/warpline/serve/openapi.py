@@ -43,7 +43,7 @@ def _answer(choice: dict[str, Any], whole: str) -> dict[str, Any]:
 
 _MODEL = _object(
     {"id": _TEXT, "object": {"const": "model"}, "created": _WHOLE, "owned_by": _TEXT},
-    max_model_len=_WHOLE, dtype=_TEXT, device=_TEXT, chat_template=_TEXT,
+    max_model_len=_WHOLE, dtype=_TEXT, kv_dtype={"type": ["string", "null"]}, device=_TEXT, chat_template=_TEXT,
 )  # fmt: skip
 _MESSAGE = _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": {"type": "null"}})
 _STREAMED = "With stream: true, events of text/event-stream instead, the last of them [DONE]."

@@ -334,6 +334,7 @@ def _model(state: State) -> dict[str, Any]:
         "owned_by": "warpline",
         "max_model_len": state.backend.config.n_positions,
         "dtype": state.backend.dtype,
+        "kv_dtype": state.backend.kv_dtype,
         "device": state.backend.device.name,
         "chat_template": state.template.name,
     }
