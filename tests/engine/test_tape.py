@@ -82,7 +82,7 @@ def in_codes(weights: Weights) -> Weights:
 @pytest.mark.parametrize("blocks", [1, 2, 40])
 def test_every_code_is_where_the_kernel_reads_it(blocks: int) -> None:
     weights = in_codes(load("random:n_layer=2,n_head=3,n_embd=48,n_positions=64,vocab_size=203"))
-    extents = Extents("fp16", 48, 192, 3, 2, 203, 1, blocks, "sm_90", codes=True)
+    extents = Extents("fp16", 48, 192, 3, 2, 203, 1, blocks, "sm_90", coded=True)
     made = plan(extents)
     tapes = record(weights, made)
     for stage in STAGES[:-1]:

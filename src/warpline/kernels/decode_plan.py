@@ -55,7 +55,7 @@ class Extents:
     positions: int = 1024  # of a context, at most
     invariant: bool = False  # rows have the same bits in any company: all parts of contexts have one size
     whole: bool = False  # contexts are not cut at all
-    codes: bool = False  # weights of layers are codes of one byte
+    coded: bool = False  # weights of layers are codes of one byte
 
     @property
     def shared_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Extents:
 
     def tile_inputs(self, stage: str) -> int:
         """Inputs of a tile; the device code is checked to have as many. The LM head is never codes alone."""
-        return 64 // (1 if self.codes and stage != "head" else DTYPE_BYTES[self.dtype])
+        return 64 // (1 if self.coded and stage != "head" else DTYPE_BYTES[self.dtype])
 
     @property
     def screened(self) -> bool:

@@ -117,7 +117,7 @@ class DecodeProgram:
     def label(self) -> str:
         """For people."""
         e = self.extents
-        stored = f"{e.dtype} codes" if e.codes else e.dtype
+        stored = f"{e.dtype} codes" if e.coded else e.dtype
         return f"decode {stored} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
 
     @property
@@ -157,7 +157,7 @@ class DecodeProgram:
                 *(f"    static constexpr int {name} = {value};" for name, value in constants.items()),
                 *(
                     f"    static constexpr bool {name.upper()} = {str(getattr(e, name)).lower()};"
-                    for name in ("logits", "filters", "observed", "screened", "invariant", "codes")
+                    for name in ("logits", "filters", "observed", "screened", "invariant", "coded")
                 ),
                 "    struct Arguments {",
                 *(f"        {kind} {name};" for name, kind in _ARGUMENTS),
@@ -167,7 +167,7 @@ class DecodeProgram:
                 f"static_assert(warpline::CODE_OUTPUTS == {CODE_UNIT} && warpline::CODE_INPUTS == {CODE_INPUTS});",
                 *(
                     f"static_assert(warpline::TileSums<Model::T, {e.rows}, {codes}>::INPUTS == {e.tile_inputs(stage)});"
-                    for codes, stage in (("false", "head"), ("Model::CODES", "qkv"))
+                    for codes, stage in (("false", "head"), ("Model::CODED", "qkv"))
                 ),
                 'extern "C" __device__ int warpline_decode_words = warpline::Decode<Model>::WORDS;',
                 f'extern "C" __global__ void __launch_bounds__({self.threads}, 1)',

@@ -86,7 +86,7 @@ class PersistentExecutor(Executor):
         multiprocessors = torch.cuda.get_device_properties(self._index).multi_processor_count
         extents = decode_plan.Extents(
             dtype=KV_DTYPES[dtype],
-            codes=weights.is_quantised,
+            coded=weights.is_quantised,
             width=config.n_embd,
             inner=config.inner,
             heads=config.n_head,

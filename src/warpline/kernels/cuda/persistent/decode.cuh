@@ -43,7 +43,7 @@ class Decode : Choice<M> {
             const int output = desk.plan.first[second ? PROJ : OUT] * TILE_OUTPUTS + i % BIASES - (second ? OF_OUT : 0);
             layer = i / BIASES;
             desk.bias[i] = output < WIDTH ? vectors((second ? 3 : 1) * WIDTH)[output] : from_float<T>(0.f);
-            if constexpr (M::CODES) desk.scale[i] = output < WIDTH ? a.scales[(2 * layer + second) * WIDTH + output] : 0.f;
+            if constexpr (M::CODED) desk.scale[i] = output < WIDTH ? a.scales[(2 * layer + second) * WIDTH + output] : 0.f;
         }
     }
 

@@ -21,8 +21,8 @@ struct BlockPlan {
 
 // M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
 //   vectors   of each layer ln_1's gamma, the out-projection's bias, ln_2's gamma, the projection's bias; then ln_f
-//   lines     slope and level (see stages.cuh) of each layer's outputs of QKV and of FC; and the scale, where weights are CODES
-//   scales    of each layer's outputs of the out-projection and of the projection, where weights are CODES
+//   lines     slope and level (see stages.cuh) of each layer's outputs of QKV and of FC; and the scale, where weights are codes (CODED)
+//   scales    of each layer's outputs of the out-projection and of the projection, where weights are codes
 //   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
 //   head      [vocab, width]: the LM head, for logits that codes do not decide (head.cuh)
 //   k, v      [layer, slot, head, position, depth], slots of `capacity` positions, `layer_stride` elements to a layer
@@ -40,7 +40,7 @@ struct Layout {
     // --- shared memory ---
 
     static constexpr int BIASES = (M::OUT_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;  // of a layer
-    static constexpr int SLAB = SLAB_OF<T, WIDTH, WARPS, M::CODES>, INNER_SLAB = SLAB_OF<T, INNER, WARPS, M::CODES>;
+    static constexpr int SLAB = SLAB_OF<T, WIDTH, WARPS, M::CODED>, INNER_SLAB = SLAB_OF<T, INNER, WARPS, M::CODED>;
     static constexpr int most(int a, int b) { return a > b ? a : b; }
     static constexpr int least(int a, int b) { return a < b ? a : b; }
     static constexpr int PITCH = ceil_div(WARPS * most(SLAB, INNER_SLAB), 64) * 64 + 32;  // neighbouring rows on different banks
@@ -91,7 +91,7 @@ struct Layout {
         typename Attention::Shared attention;
         int left[BORROWS ? 1 : LEFT];
         alignas(16) T bias[M::LAYERS * BIASES];
-        float scale[M::CODES ? M::LAYERS * BIASES : 1];  // of the same outputs
+        float scale[M::CODED ? M::LAYERS * BIASES : 1];  // of the same outputs
         BlockPlan plan;
         unsigned long long best[ROWS][WARPS];  // candidates, the best that each warp knows
         alignas(16) signed char bytes[M::SCREENED ? 2 * ROWS * BYTES_PITCH : 1];
@@ -116,7 +116,7 @@ struct Layout {
     using Ring = TapeRing<WARPS, RING>;
     using TapeOf = Tape<WARPS, RING>;
     template <int INPUTS, int UNITS>
-    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS, RING, M::CODES>;
+    using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS, RING, M::CODED>;
     static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
     static_assert(FITS > MOST_TAKEN || !HAS_ASYNC_COPIES, "too little shared memory");
     static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");

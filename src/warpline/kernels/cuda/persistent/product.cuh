@@ -24,8 +24,8 @@ __device__ __forceinline__ unsigned long long most_of_fours(unsigned long long v
 // fill two of them: pairs of inputs 0 and 1 in its own row, 2 and 3 eight rows below, for which the tape has them in the
 // order 0, 2, 1, 3. b has eight columns, two for each of four rows: what pairs 0 and 1 are multiplied with, and what pairs
 // 2 and 3 are. Of the products a lane looks at the two that mean something, and nothing is moved between registers.
-// Where a tile is CODES of one byte, sums are in units of each output's scale.
-template <typename T, int ROWS, bool CODES = false>
+// Where a tile is CODED, its weights are codes of one byte, and sums are in units of each output's scale.
+template <typename T, int ROWS, bool CODED = false>
 struct TileSums {
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4), SUMS = 4 * RESULTS;
     struct Rows {
@@ -185,15 +185,15 @@ __device__ __forceinline__ float sum_of(const float* from) {
 }
 
 // Neighbouring columns of x that are a warp's alone: whole tiles.
-template <typename T, int INPUTS, int WARPS, bool CODES>
-constexpr int SLAB_OF = ceil_div(ceil_div(INPUTS, TileSums<T, 1, CODES>::INPUTS), WARPS) * TileSums<T, 1, CODES>::INPUTS;
+template <typename T, int INPUTS, int WARPS, bool CODED>
+constexpr int SLAB_OF = ceil_div(ceil_div(INPUTS, TileSums<T, 1, CODED>::INPUTS), WARPS) * TileSums<T, 1, CODED>::INPUTS;
 
 // One stage's product: y = W x for the outputs that this block owns. Every warp multiplies its own columns of x; the warps'
 // sums meet in `partial`. `begin` may be called before x is there.
-template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS, int RING, bool CODES>
+template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS, int RING, bool CODED>
 class Product {
-    using Sums = TileSums<T, ROWS, CODES>;
-    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS, CODES>, STEPS = SLAB / Sums::INPUTS;  // to a unit of TILE_OUTPUTS outputs
+    using Sums = TileSums<T, ROWS, CODED>;
+    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS, CODED>, STEPS = SLAB / Sums::INPUTS;  // to a unit of TILE_OUTPUTS outputs
     // A stage comes in rounds: some units, or one of an even number of parts of a unit. Where there are few rows, which leave
     // registers free, there are two sets of these, so that one round is on its way while another is multiplied, or all of a stage
     // is there before its rows are. Where it is more than that, both together want half of the ring at most: the rest is on its way.

@@ -131,8 +131,8 @@ class Stages : protected Layout<M> {
         return rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
     }
 
-    // Slope, level and, of CODES, scale of PER outputs, in turn; the first that a thread needs are asked for long before.
-    static constexpr int LINE = M::CODES ? 3 : 2;
+    // Slope, level and, of codes, scale of PER outputs, in turn; the first that a thread needs are asked for long before.
+    static constexpr int LINE = M::CODED ? 3 : 2;
     struct Lines {
         float at[LINE * PER];
     };
@@ -158,7 +158,7 @@ class Stages : protected Layout<M> {
 #pragma unroll
         for (int j = 0; j < PER; ++j) {
             const float* its = line.at + LINE * j;
-            if (M::CODES) value[j] *= its[LINE - 1];
+            if (M::CODED) value[j] *= its[LINE - 1];
             value[j] = (value[j] * back - mean * its[0]) * inverse + its[1];
         }
         return inverse;
@@ -239,7 +239,7 @@ class Stages : protected Layout<M> {
 #pragma unroll
             for (int j = 0; j < PER; ++j) {
                 const int known = layer * BIASES + BIAS_AT + own + j;
-                if (M::CODES) value[j] *= desk.scale[M::CODES ? known : 0];
+                if (M::CODED) value[j] *= desk.scale[M::CODED ? known : 0];
                 value[j] += to_float(desk.bias[known]);
                 post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
             }
