@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from warpline.bench.methods.names import BASELINE, CHOSEN, INT8, INT8_KV, NAIVE, OURS
+from warpline.bench.methods.names import BASELINE, CALLED, CHOSEN, INT8, INT8_KV, NAIVE, OURS
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 from warpline.model import cost
@@ -68,8 +68,8 @@ def speaks_for_us(rows: Sequence[Row]) -> bool:
 
 
 def losses(rows: Sequence[Row]) -> list[str]:
-    """A line for each workload, model and kind of weights in which somebody is ahead of the best of ours that has the
-    same: whose weights are int8 is compared with ours in int8."""
+    """A line for each workload, model and kind of weights in which somebody is ahead of what a user calls, or, where
+    that was not measured, of the best of ours. Those with int8 weights are compared with ours in int8."""
     behind: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     cases: dict[tuple[str, str, str], int] = {}
     for group in grouped(rows).values():
@@ -77,12 +77,14 @@ def losses(rows: Sequence[Row]) -> list[str]:
         for stored in ("int8", group[0]["dtype"]):
             alike = [row for row in timed if (row["method"] in INT8) == (stored == "int8")]
             ours = [row for row in alike if row["method"] in OURS]
-            if not ours or len(alike) == len(ours):
+            others = [row for row in alike if row["method"] not in OURS]
+            called = [row for row in ours if row["method"] in CALLED] or ours
+            if not called or not others:
                 continue
             name = (group[0]["workload"], group[0]["model"], stored)
             cases[name] = cases.get(name, 0) + 1
-            best, own = (min(some, key=lambda row: row["seconds"]) for some in (alike, ours))
-            if best is not own:
+            best, own = (min(some, key=lambda row: row["seconds"]) for some in (others, called))
+            if best["seconds"] < own["seconds"]:
                 behind.setdefault(name, []).append((own["seconds"] / best["seconds"], best["method"], own["method"]))
     lines = []
     for (workload, model, dtype), found in behind.items():

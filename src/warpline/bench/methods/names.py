@@ -33,6 +33,8 @@ METHODS = {
 
 #: What a user calls, and what all are compared with where it was measured.
 HEADLINE, BASELINE = "warpline", "naive"
+#: What a user calls, with weights of either kind.
+CALLED = (HEADLINE, "warpline-int8")
 #: Those with int8 weights; `--dtype int8` means them.
 INT8 = (
     "warpline-int8", "cpu-int8", "graph-int8", "persistent-int8", "static-kv-compile-int8", "ctranslate2-int8",
