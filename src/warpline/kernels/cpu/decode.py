@@ -35,7 +35,7 @@ from warpline.kernels.cpu.panels import multiply_panels_of
 from warpline.kernels.cpu.products import multiply_of, product_of
 from warpline.kernels.cpu.quanta import rounded
 from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
-from warpline.kernels.cpu.sharing import finished, taken, wait
+from warpline.kernels.cpu.sharing import dealt, finished, taken, wait
 from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, TALL, apart, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
@@ -113,7 +113,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         units = outputs if is_in_rows(at, stage) else (outputs + PANEL - 1) // PANEL
         adds, apart = form == Form.ADDED.value, 4 * stage[Stage.TARGET_APART.value]
         pieces, cuts = cut(at, stage)
-        first, last = units * (piece // cuts) // pieces, units * (piece // cuts + 1) // pieces
+        part = piece // cuts if cuts > 1 else dealt(piece, pieces, at[Word.THREADS.value])
+        first, last = units * part // pieces, units * (part + 1) // pieces
         if cuts > 1:
             begin = min(rows, (rows * (piece % cuts) // cuts + TALL - 1) // TALL * TALL)
             end = min(rows, (rows * (piece % cuts + 1) // cuts + TALL - 1) // TALL * TALL)

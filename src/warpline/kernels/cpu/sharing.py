@@ -24,6 +24,14 @@ def taken(at: np.ndarray, end: int) -> int:
 
 
 @njit(**INNER)
+def dealt(piece: int, pieces: int, threads: int) -> int:
+    """Which part of a matrix a piece is. Threads that take pieces in turns read neighbouring parts one after the other,
+    so that what was asked of memory beyond the end of one is what the thread reads next."""
+    run = pieces // threads
+    return piece % threads * run + piece // threads if piece < run * threads else piece
+
+
+@njit(**INNER)
 def finished(at: np.ndarray, end: int) -> None:
     """A piece has ended; the last one of a stage wakes the threads that wait for it."""
     if added(at[Word.ENDED.value], 1) == end and seen(at[Word.ASLEEP.value]) > 0:

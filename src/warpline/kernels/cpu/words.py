@@ -62,6 +62,7 @@ class Word(_Places):
     MARKS = auto()
     RAW = auto()  # logits as they were
     PREPARED = auto()  # rows of x
+    THREADS = auto()  # of the team
     PRIVATE = auto()  # of each thread
     # of the slots
     TOKENS = auto()

@@ -120,6 +120,7 @@ class Call:
             Word.EOS: config.eos_number,
             Word.STAGES: len(stages),
             Word.PRIVATE_SIZE: private.shape[1],
+            Word.THREADS: threads,
             Word.EMBEDDING: tensors["wte.weight"],
             Word.EMBEDDING_SCALES: tensors.get("wte.weight" + SCALE, 0),
             Word.PLACES: tensors["wpe.weight"],
