@@ -43,6 +43,13 @@ def pair() -> tuple[LLM, LLM]:
     return tuple(LLM(SMALL, device="cpu", executor=name, kv_dtype="int8") for name in ("kernels", "torch"))  # type: ignore[return-value]
 
 
+def differ_by_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Codes or scales: sums in another order move a number by some 2^-22, so that scales agree to far more than a
+    thousandth, and of a thousand codes hardly one lies so near the middle of two that it becomes the other."""
+    off = (ours.float() - theirs.float()).abs()
+    return bool(off.max() <= 1 and (off > 1e-3).float().mean() < 1e-3)
+
+
 @pytest.mark.parametrize("count", [1, 3, 8, 9])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.9, max_tokens=12, seed=4, top_k=30)])
 def test_kernels_write_what_torch_writes(pair: tuple[LLM, LLM], count: int, params: SamplingParams) -> None:
@@ -60,11 +67,10 @@ def test_they_compute_the_same_logits_and_cache() -> None:
         executor.prefill(slots, [Span(slot, 0, len(request.prompt), (slot,))])
         seen.append(executor.observe(slots, [slot])["logits"])
         caches.append([tensor[:, slot, :, : len(request.prompt) + 1] for tensor in slots.cache.tensors])
+    # One code of a few hundred that flips moves a key or a value by 1/127 of its largest number.
     assert (seen[0] - seen[1]).abs().max() < 2e-3 * seen[0].std()
     for ours, theirs in zip(*caches, strict=True):
-        off = (ours.float() - theirs.float()).abs()
-        assert off.max() <= 1
-        assert (off > 1e-3).float().mean() < 1e-3
+        assert differ_by_rounding(ours, theirs)
 
 
 @NAMES
@@ -97,9 +103,7 @@ def test_a_prompt_that_is_decoded_token_by_token_leaves_the_same_cache(name: str
         executor.decode(slots, [slot], len(forced))
         kept.append([tensor[:, slot, :, : len(prompt)].float() for tensor in slots.cache.tensors])
     for ours, theirs in zip(*kept, strict=True):
-        off = (ours - theirs).abs()
-        assert off.max() <= 1
-        assert (off > 1e-3).float().mean() < 1e-3
+        assert differ_by_rounding(ours, theirs)
 
 
 @NAMES

@@ -89,8 +89,8 @@ def often(value: float, low: float, high: float, shape: str) -> Values:
 
 
 STORAGE = Values()
-#: Of the storage type, to be rounded to codes; codes, and scales that give them the size of normal numbers (codes.py).
-TO_CODES, CODES, SCALES = Values(exact=True), Values("int8"), Values("fp32", between=(0.005, 0.02))
+#: Of the storage type, to be rounded to codes (codes.py).
+TO_CODES = Values(exact=True)
 FLOAT = Values("fp32")
 HALF = Values("fp16")
 BITS = Values("int32")

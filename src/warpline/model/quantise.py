@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from warpline.codes import LARGEST
 from warpline.errors import ModelError
 from warpline.model.parameters import is_quantised
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 SCALE = ".scale"
 #: The file that holds such weights: not one that anybody else would read as plain ones.
 FILE = "model.int8.safetensors"
-_LARGEST = 127
 #: Rows that are in memory as float32 at once.
 _ROWS = 2048
 #: Activations, and what is no code, beside int8 matrices.
@@ -87,13 +87,13 @@ def quantise(matrix: Tensor, name: str = "a matrix") -> tuple[Tensor, Tensor]:
 
 def coded(matrix: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Some rows at a time: which, the scale of each, the rows in units of it, and these rounded to codes; float32."""
-    largest = torch.tensor(float(_LARGEST), device=matrix.device)  # a GPU multiplies by the inverse of a mere number
+    largest = torch.tensor(float(LARGEST), device=matrix.device)  # a GPU multiplies by the inverse of a mere number
     for first in range(0, len(matrix), _ROWS):
         some = slice(first, first + _ROWS)
         rows = torch.empty(matrix[some].shape, device=matrix.device).copy_(matrix[some])  # however a file has it
         scale = rows.abs().amax(dim=1) / largest
         rows /= scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        yield some, scale, rows, rows.round().clamp_(-_LARGEST, _LARGEST)
+        yield some, scale, rows, rows.round().clamp_(-LARGEST, LARGEST)
 
 
 def place(tensors: dict[str, Tensor], name: str, value: Tensor | Matrix, device: torch.device) -> None:

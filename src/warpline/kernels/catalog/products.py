@@ -122,12 +122,13 @@ def _matvec_defaults(dims: Dims, dtype: str, *, norm: bool, coded: bool) -> Tuna
         return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
     if rows > 4:
         return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
-    if rows == 1 and norm and outputs <= 4096 and not coded:  # few blocks, since each normalises x for itself
-        return {"warps": 8, "sharers": 4 if dtype == "fp32" else 1, "outputs_each": 4, "unroll": 4}
-    if rows == 1 and not norm and dtype != "fp32" and not coded:
-        if outputs < 1024 and inputs >= 2048:
-            return {"warps": 8, "sharers": 4, "outputs_each": 1, "unroll": 2}
-        return {"warps": 4, "sharers": 1, "outputs_each": 1, "unroll": 8}
+    if rows == 1 and not coded:
+        if norm and outputs <= 4096:  # few blocks, since each normalises x for itself
+            return {"warps": 8, "sharers": 4 if dtype == "fp32" else 1, "outputs_each": 4, "unroll": 4}
+        if not norm and dtype != "fp32":
+            if outputs < 1024 and inputs >= 2048:
+                return {"warps": 8, "sharers": 4, "outputs_each": 1, "unroll": 2}
+            return {"warps": 4, "sharers": 1, "outputs_each": 1, "unroll": 8}
     return {"warps": 8, "sharers": sharers(2048, 512), "outputs_each": 2 if rows > 2 else 1, "unroll": 4}
 
 

@@ -179,21 +179,12 @@ def _sdpa(
     return y.transpose(1, 2).flatten(0, 1)[None], cache_k, cache_v
 
 
-def _sdpa_codes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    scales: Tensor,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def _sdpa_codes(*inputs: Tensor, window: int, scale: float) -> tuple[Tensor, ...]:
     """The same over what codes mean."""
     from warpline.codes import decode
 
-    keys, values = (decode(c, scales[..., i : i + 1]).to(q.dtype) for i, c in enumerate((cache_k, cache_v)))
+    q, k, v, tiles, *caches, scales = inputs
+    keys, values = (decode(cache, scales[..., i : i + 1]).to(q.dtype) for i, cache in enumerate(caches))
     return _sdpa(q, k, v, tiles, keys, values, window, scale)[:1]
 
 
@@ -295,7 +286,7 @@ def _new_rows(rows: int, heads: int, depth: int = 64) -> Dims:
 
 
 _BLOCKS = (256, 128, 512)
-#: Lanes that share a row of one head; `quantise_kv` has the same number.
+#: Lanes that share a row of one head.
 _LANES = 8
 
 QUANTISE_KV = KernelSpec(
@@ -314,6 +305,7 @@ QUANTISE_KV = KernelSpec(
         Scalar("heads"),
     ),
     constants=("depth",),
+    options=(_LANES,),
     tunables={"block": _BLOCKS},
     default=lambda _dims, _dtype, _arch: {"block": 256},
     launch=lambda dims, tunables, _dtype: Launch(

@@ -8,6 +8,7 @@
 // Weights are halves there. A value's scale is a factor of its weight, in units of the largest scale so far, so that neither
 // large nor small values leave the range of a half.
 #pragma once
+#include "codes.cuh"
 #include "kv_codes.cuh"
 #include "online.cuh"
 #include "ptx.cuh"
@@ -52,7 +53,7 @@ struct CodeAttention {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const unsigned codes = word(key[u][0], i);
-                multiply(sum, query[2 * i], query[2 * i + 1], halves<0>(codes), halves<2>(codes));
+                multiply(sum, query[2 * i], query[2 * i + 1], halves_of<0>(codes), halves_of<2>(codes));
             }
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -87,10 +88,10 @@ struct CodeAttention {
                 const unsigned first = pairs<0>(value[u][0], i), second = pairs<2>(value[u][0], i);
                 const Codes& after = value[u + 1 < COUNT ? u + 1 : u][0];  // has no weight where there is none
                 const unsigned third = pairs<0>(after, i), fourth = pairs<2>(after, i);
-                multiply(out[4 * i], weight[u], weight[u + 1], halves<0>(first), halves<0>(third));
-                multiply(out[4 * i + 1], weight[u], weight[u + 1], halves<2>(first), halves<2>(third));
-                multiply(out[4 * i + 2], weight[u], weight[u + 1], halves<0>(second), halves<0>(fourth));
-                multiply(out[4 * i + 3], weight[u], weight[u + 1], halves<2>(second), halves<2>(fourth));
+                multiply(out[4 * i], weight[u], weight[u + 1], halves_of<0>(first), halves_of<0>(third));
+                multiply(out[4 * i + 1], weight[u], weight[u + 1], halves_of<2>(first), halves_of<2>(third));
+                multiply(out[4 * i + 2], weight[u], weight[u + 1], halves_of<0>(second), halves_of<0>(fourth));
+                multiply(out[4 * i + 3], weight[u], weight[u + 1], halves_of<2>(second), halves_of<2>(fourth));
             }
         }
     }
@@ -113,13 +114,6 @@ struct CodeAttention {
     template <int FIRST>
     static __device__ __forceinline__ unsigned pairs(const Codes& two, int i) {
         return __byte_perm(word(two, i), word(two, 2 + i), FIRST == 0 ? 0x5140 : 0x7362);
-    }
-    // Bytes FIRST and the next one as halves, exactly: below the byte that makes it 1,024 and more, less 1,024 + 128.
-    template <int FIRST>
-    static __device__ __forceinline__ unsigned halves(unsigned codes) {
-        const unsigned raised = __byte_perm(codes, 0x64646464u, FIRST == 0 ? 0x4140 : 0x4342), bias = 0x64806480u;
-        const __half2 both = __hsub2(reinterpret_cast<const __half2&>(raised), reinterpret_cast<const __half2&>(bias));
-        return reinterpret_cast<const unsigned&>(both);
     }
     // All sixteen rows of the left operand are one.
     static __device__ __forceinline__ void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {

@@ -9,6 +9,21 @@
 
 namespace warpline {
 
+// Bytes FIRST and the next one of codes + 128, as halves of 1024 and more,
+template <int FIRST>
+__device__ __forceinline__ unsigned raised(unsigned positive) {
+    return __byte_perm(positive, 0x64646464u, FIRST == 0 ? 0x4140 : 0x4342);
+}
+// and without what they are more than the codes: 1024 + 128.
+__device__ __forceinline__ unsigned lowered(unsigned both) {
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(both) : "r"(0x64806480u));
+    return both;
+}
+template <int FIRST>
+__device__ __forceinline__ unsigned halves_of(unsigned positive) {
+    return lowered(raised<FIRST>(positive));
+}
+
 // Four codes as two pairs of neighbours.
 template <typename T>
 __device__ __forceinline__ void pairs_of_codes(unsigned codes, unsigned& low, unsigned& high);
@@ -16,11 +31,8 @@ __device__ __forceinline__ void pairs_of_codes(unsigned codes, unsigned& low, un
 template <>
 __device__ __forceinline__ void pairs_of_codes<__half>(unsigned codes, unsigned& low, unsigned& high) {
     const unsigned positive = codes ^ 0x80808080u;  // 128 more
-    constexpr unsigned OFFSET = 0x64806480u;        // 1024 + 128, twice
-    low = __byte_perm(positive, 0x64646464u, 0x4140);
-    high = __byte_perm(positive, 0x64646464u, 0x4342);
-    asm("sub.f16x2 %0, %0, %1;" : "+r"(low) : "r"(OFFSET));
-    asm("sub.f16x2 %0, %0, %1;" : "+r"(high) : "r"(OFFSET));
+    low = raised<0>(positive), high = raised<2>(positive);
+    low = lowered(low), high = lowered(high);
 }
 
 // A bfloat16 is the upper half of a float, and has room for every code; a float has 2^23 and a byte as a half has 1024.

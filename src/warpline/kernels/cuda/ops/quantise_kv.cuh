@@ -2,17 +2,17 @@
 //
 // The idea: attention of prompts then sees the same numbers whether a key was in the cache or is new, so that a prompt means
 // the same in whatever parts it is run; and new keys, which are many, need not be expanded once for every block of queries.
-// Row r is the token at row_positions[r] of slot row_slots[r]. Eight lanes have the key and the value of a row in one head.
+// Row r is the token at row_positions[r] of slot row_slots[r]. LANES have the key and the value of a row in one head.
 // Traffic: keys and values in and out, codes and scales out.
 #pragma once
 #include "kv_codes.cuh"
 
 namespace warpline {
 
-template <typename T, int DEPTH, int BLOCK>
+template <typename T, int DEPTH, int LANES, int BLOCK>
 __device__ __forceinline__ void quantise_kv(View<T> k, View<T> v, const long long* row_slots, const long long* row_positions,
                                             View<Code> cache_k, View<Code> cache_v, View<float> scales, int rows, int heads) {
-    constexpr int LANES = 8, WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
+    constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH;
     const int item = blockIdx.x * (BLOCK / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const bool exists = item < rows * heads;  // the others take part in what all lanes do

@@ -45,9 +45,10 @@ struct TileSums {
 
     // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
     // and nobody reads what they make of it.
+    template <int INPUTS_OF_LANE = WIDTH>
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
         const int lane = thread % WARP, column = lane / 4, row = column / 2;
-        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH + column % 2 * (WIDTH / 2);
+        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * INPUTS_OF_LANE + column % 2 * (INPUTS_OF_LANE / 2);
     }
     static __device__ __forceinline__ Rows load(const T* x, int pitch) {
         Rows rows;
@@ -93,8 +94,7 @@ struct TileSums<T, ROWS, true> : TileSums<T, ROWS> {
     };
 
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
-        const int lane = thread % WARP, column = lane / 4, row = column / 2;
-        return x + (ROWS > 1 && row < ROWS ? row : 0) * pitch + lane % 4 * WIDTH + column % 2 * (WIDTH / 2);
+        return TileSums<T, ROWS>::template lane_of<WIDTH>(thread, x, pitch);
     }
     static __device__ __forceinline__ Rows load(const T* x, int pitch) {
         Rows rows;
