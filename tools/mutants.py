@@ -1,7 +1,8 @@
-"""Do the tests notice? Operators of the package are swapped, drawn with a seed, each swap tried against the tests that
-are nearest to its file: `make mutants` (a swap takes up to minutes; not part of CI).
+"""Do the tests notice? Operators of the package are swapped, drawn with a seed, and each swap is tried against the
+tests that reach its line: `make mutants` (all tests once, to see what they reach, then up to minutes for each swap).
 
-What no test notices is printed with its place. A test that fails counts if it passes without the swap.
+What no test notices is printed with its place. A test that fails counts if it passes without the swap. Lines that run
+while a module is imported, or compiled, are no test's: the tests nearest by name are tried.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tools.reached import Reached, read, record
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "warpline"
 #: An operator's source, and what it becomes.
@@ -33,8 +36,8 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
 }  # fmt: skip
 #: What is not run by tests of a machine without a GPU, or is no code of its own.
 SKIPPED = ("kernels/cuda", "__init__.py", "__main__.py", "scale/cluster.py", "scale/online.py")
-#: Tests of a folder are nearest first by name; with all of them a change takes too long.
-MOST_FILES, TIMEOUT = 8, 400
+#: Of the tests that reach a line the fastest are tried, for so many seconds; of files near by name so many.
+SECONDS, MOST_FILES, TIMEOUT = 240, 8, 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Mutant:
     """One change: the text from `start` to `end` of a file becomes `after`."""
 
     path: str  # below the package
+    first: int  # line of the expression, and of the operator
     line: int
     start: int
     end: int
@@ -74,7 +78,8 @@ def mutants(path: Path) -> Iterator[Mutant]:
         place = raw[begin:end].find(found.encode())
         if place >= 0:
             start = begin + place
-            yield Mutant(name, left.end_lineno, start, start + len(found), found, becomes)
+            line = raw[:start].count(b"\n") + 1
+            yield Mutant(name, left.lineno, line, start, start + len(found), found, becomes)
 
     def visit(node: ast.AST) -> Iterator[Mutant]:
         if isinstance(node, ast.JoinedStr | ast.AnnAssign) and not getattr(node, "value", None):
@@ -138,8 +143,21 @@ def nearest(path: str) -> list[str]:
     return [name for _, name in sorted(ranked)[:MOST_FILES]] or ["tests/test_house.py"]
 
 
-def is_noticed(mutant: Mutant) -> tuple[bool, float]:
-    """Whether a test fails that passes without it, in a copy of the sources; and the seconds that took."""
+def tests_of(mutant: Mutant, reached: Reached) -> list[str]:
+    """Those that reach its line, fastest first, else those of the nearest files."""
+    reaching = {test for line in range(mutant.first, mutant.line + 1) for test in reached.tests(mutant.path, line)}
+    chosen: list[str] = []
+    left = float(SECONDS)
+    for test in sorted(reaching, key=lambda test: reached.seconds.get(test, 0)):
+        left -= reached.seconds.get(test, 0)
+        if chosen and left < 0:
+            break
+        chosen.append(test)
+    return chosen or nearest(mutant.path)
+
+
+def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
+    """Whether one of the tests fails that passes without it, in a copy of the sources; and the seconds that took."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
@@ -149,7 +167,7 @@ def is_noticed(mutant: Mutant) -> tuple[bool, float]:
             (copy / part).symlink_to(ROOT / part)
         target = copy / "src" / "warpline" / mutant.path
         target.write_text(mutant.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
-        failed = _failing(copy, nearest(mutant.path))
+        failed = _failing(copy, tests)
     noticed = failed is not None and (not failed or _failing(ROOT, failed) is None)
     return noticed, time.monotonic() - begun
 
@@ -176,19 +194,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--reached", type=Path, help="a folder for what tests reach; not recorded again if it is there")
     parser.add_argument("--out", type=Path, help="write what was found as JSON lines")
     asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="reached-") as scratch:
+        folder = asked.reached or Path(scratch)
+        if not (folder / "data").is_file():
+            record(folder)
+        reached = read(folder)
     wanted = drawn(asked.seed, asked.count)
-    survivors, rows = [], []
+    tests = [tests_of(mutant, reached) for mutant in wanted]
+    rows = []
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for mutant, (noticed, seconds) in zip(wanted, pool.map(is_noticed, wanted), strict=True):
-            rows.append({**asdict(mutant), "noticed": noticed, "seconds": round(seconds, 1)})
+        for mutant, its, (noticed, seconds) in zip(wanted, tests, pool.map(is_noticed, wanted, tests), strict=True):
+            rows.append({**asdict(mutant), "tests": len(its), "noticed": noticed, "seconds": round(seconds, 1)})
             what = f"{mutant.path}:{mutant.line}  {mutant.before} → {mutant.after}"
-            print(f"{'noticed ' if noticed else 'SURVIVED'}  {seconds:5.0f} s  {what}", flush=True)
-            survivors += [] if noticed else [what]
+            print(f"{'noticed ' if noticed else 'SURVIVED'}  {seconds:4.0f} s  {len(its):4} tests  {what}", flush=True)
             if asked.out is not None:
                 asked.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    killed = len(wanted) - len(survivors)
+    killed = sum(row["noticed"] for row in rows)
     print(f"\n{killed} of {len(wanted)} changes were noticed ({100 * killed / len(wanted):.0f} %), seed {asked.seed}")
 
 
