@@ -10,7 +10,7 @@ import torch
 
 from warpline.config import ModelConfig, SamplingParams
 from warpline.engine.admission import ALL_TOKENS
-from warpline.engine.crossing import BROKEN, DONE, FAULT, HostCrossing, KernelCrossing, TorchCrossing
+from warpline.engine.crossing import DONE, FAULT, NOT_FINITE, HostCrossing, KernelCrossing, TorchCrossing
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
@@ -95,10 +95,10 @@ def test_a_report_says_what_is_new(kind: type) -> None:
     slots.tokens[lanes[2], 2] = 6
     slots.length[lanes[0]], slots.length[lanes[2]] = 5, 3
     slots.done[lanes[2]] = True
-    slots.broken[lanes[1]] = True
+    slots.not_finite[lanes[1]] = True
     news = slots.report(lanes, 10).wait()
     assert news.counts.tolist() == [3, 0, 1]
-    assert news.flags.tolist() == [0, BROKEN, DONE]
+    assert news.flags.tolist() == [0, NOT_FINITE, DONE]
     assert [row[:n].tolist() for row, n in zip(news.tokens, news.counts, strict=True)] == [[7, 8, 9], [], [6]]
     assert slots.report(lanes, 10).wait().counts.tolist() == [0, 0, 0]  # once
     slots.length[lanes[0]] = 6

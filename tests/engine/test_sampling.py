@@ -331,7 +331,7 @@ def test_logits_that_are_not_finite_are_noticed() -> None:
     slots, logits = begin([SamplingParams(temperature=0)] * 3), random_logits(3, 2)
     logits[1, 100], logits[2] = torch.nan, -torch.inf
     advance(slots, logits)
-    assert slots.broken[:3].tolist() == [False, True, True]
+    assert slots.not_finite[:3].tolist() == [False, True, True]
 
 
 def test_random_numbers_depend_on_seed_prompt_sample_and_position_alone() -> None:
@@ -353,4 +353,4 @@ def test_a_row_that_is_done_is_not_broken_by_what_it_computes() -> None:
     advance(slots, random_logits(2, 1))
     assert slots.done[:2].tolist() == [True, False]
     advance(slots, torch.full((2, VOCAB), float("nan")))
-    assert slots.broken[:2].tolist() == [False, True]
+    assert slots.not_finite[:2].tolist() == [False, True]

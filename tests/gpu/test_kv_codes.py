@@ -17,7 +17,7 @@ from warpline import LLM, SamplingParams
 from warpline.codes import decode, encode
 from warpline.config import ROUNDING, EngineConfig
 from warpline.engine.check.diff import compare
-from warpline.engine.crossing import BROKEN
+from warpline.engine.crossing import NOT_FINITE
 from warpline.engine.executors import create
 from warpline.engine.request import Request, Span
 from warpline.kernels import launch
@@ -148,5 +148,5 @@ def test_what_is_no_number_ends_its_sequence_alone() -> None:
     assert slots.cache.scales is not None
     slots.cache.scales[1, lanes[1], 2, 0, 1] = torch.nan
     executor.decode(slots, lanes, 5)
-    flags = slots.report(lanes, 60).wait().flags & BROKEN
+    flags = slots.report(lanes, 60).wait().flags & NOT_FINITE
     assert flags.astype(bool).tolist() == [False, True, False]

@@ -20,7 +20,7 @@ from warpline.kernels.verify import random_inputs
 SLOTS, CAPACITY, WIDTH, EOS, VOCAB = 7, 12, 5, 3, 9
 WHOLE = ("length", "known", "limit", "min_length", "top_k")
 NUMBERS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
-FLAGS = ("stops_at_eos", "biased", "done", "broken")
+FLAGS = ("stops_at_eos", "biased", "done", "not_finite")
 
 
 def test_noise_is_splitmix64s() -> None:
@@ -63,7 +63,7 @@ class Slot:
     biases: dict[int, float] | None  # None: its tables are not used
     counts: dict[int, int] = dataclasses.field(default_factory=dict)
     done: bool = False
-    broken: bool = False
+    not_finite: bool = False
     reported: int = 0
 
 
@@ -159,7 +159,7 @@ def step(state: dict[str, Tensor], slots: dict[int, Slot], rng: random.Random) -
             presence, frequency = slot.numbers[4:]
             slot.biases[taken] = slot.biases.get(taken, 0.0) - frequency - presence * (taken not in slot.counts)
         slot.counts[taken] = slot.counts.get(taken, 0) + 1
-        slot.broken |= score != score
+        slot.not_finite |= score != score
         slot.done = (slot.tokens[length] == EOS and slot.stops) or length + 1 >= limit
 
 
@@ -173,7 +173,7 @@ def tell(state: dict[str, Tensor], slots: dict[int, Slot], rng: random.Random, *
             continue
         slot = slots[lane]
         new = slot.tokens[slot.reported : slot.whole[0]][: width - 2]
-        assert row == [len(new), slot.done + 2 * slot.broken + 4 * fault, *new, *[-1] * (width - 2 - len(new))]
+        assert row == [len(new), slot.done + 2 * slot.not_finite + 4 * fault, *new, *[-1] * (width - 2 - len(new))]
         slot.reported += len(new)
 
 
@@ -183,7 +183,12 @@ def compare(state: dict[str, Tensor], at: int, slot: Slot) -> None:
 
     assert held(WHOLE) == slot.whole
     assert held(NUMBERS) == pytest.approx(slot.numbers)
-    assert held(("stops_at_eos", "done", "broken", "reported")) == [slot.stops, slot.done, slot.broken, slot.reported]
+    assert held(("stops_at_eos", "done", "not_finite", "reported")) == [
+        slot.stops,
+        slot.done,
+        slot.not_finite,
+        slot.reported,
+    ]
     assert state["tokens"][at, : len(slot.tokens)].tolist() == slot.tokens
     assert state["biased"][at].item() == (slot.biases is not None)
     if slot.biases is not None:

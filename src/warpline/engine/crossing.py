@@ -24,7 +24,7 @@ from warpline.kernels.noise import noise_keys
 if TYPE_CHECKING:
     from warpline.engine.slots import Slots
 
-DONE, BROKEN, FAULT = 1, 2, 4
+DONE, NOT_FINITE, FAULT = 1, 2, 4
 
 
 class Logprobs(NamedTuple):
@@ -39,7 +39,7 @@ class News(NamedTuple):
     """What lanes have got since the last report."""
 
     counts: np.ndarray  # [n]: tokens
-    flags: np.ndarray  # [n]: DONE, BROKEN, FAULT
+    flags: np.ndarray  # [n]: DONE, NOT_FINITE, FAULT
     tokens: np.ndarray  # [n, most]: the first `counts` of each row
     logprobs: dict[int, Logprobs]  # of slots that want them
 
@@ -115,7 +115,8 @@ class Crossing(ABC):
         self._tokens, self._noise, self._fault = slots.tokens, slots.noise, slots.fault
         self._whole, self._numbers, self._flags = slots.whole, slots.numbers, slots.flags
         self._bias, self._counts = slots.bias, slots.counts
-        self._length, self._reported, self._done, self._broken = slots.length, slots.reported, slots.done, slots.broken
+        self._length, self._reported = slots.length, slots.reported
+        self._done, self._not_finite = slots.done, slots.not_finite
         self._device, self._parking, self._vocab = slots.device, slots.parking, slots.config.vocab_size
         self._pinned, self._rows = slots.device.type == "cuda", slots.count + 1
         self.progress = Progress()
@@ -189,7 +190,7 @@ class HostCrossing(Crossing):
         known[index] = reported + count
         packed = np.full((len(index), 2 + most), -1, np.int64)
         packed[:, 0] = count
-        packed[:, 1] = self._done.numpy()[index] * DONE + self._broken.numpy()[index] * BROKEN
+        packed[:, 1] = self._done.numpy()[index] * DONE + self._not_finite.numpy()[index] * NOT_FINITE
         for row, slot, first, n in zip(packed, index, reported.tolist(), count.tolist(), strict=True):
             row[2 : 2 + n] = tokens[slot, first : first + n]
         return Report(lambda: packed, logprobs)
@@ -228,7 +229,7 @@ class TorchCrossing(Crossing):
         place = torch.arange(most, device=self._device)
         columns = (reported[:, None] + place).clamp(max=self._tokens.shape[1] - 1)
         tokens = self._tokens[index].gather(1, columns).where(place < count[:, None], -1)
-        flags = self._done[index] * DONE + self._broken[index] * BROKEN + (self._fault != 0) * FAULT
+        flags = self._done[index] * DONE + self._not_finite[index] * NOT_FINITE + (self._fault != 0) * FAULT
         self._reported[index] = reported + count
         packed = torch.cat([count[:, None], flags[:, None], tokens], dim=1)
         return Report(lambda: packed.cpu().numpy(), logprobs, self.progress)
@@ -267,7 +268,7 @@ class KernelCrossing(Crossing):
         if landing.report is not None:
             landing.report.wait()
         if landing.launch is None:
-            read = [self._tokens, self._length, self._done, self._broken, landing.lanes, self._fault]
+            read = [self._tokens, self._length, self._done, self._not_finite, landing.lanes, self._fault]
             landing.launch = _bound("report", [*read, self._reported, landing.news])
         landing.choose(lanes)
         landing.launch()

@@ -19,7 +19,7 @@ from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
 from warpline.config import EngineConfig, SamplingParams
 from warpline.engine import executors
-from warpline.engine.crossing import BROKEN, FAULT
+from warpline.engine.crossing import FAULT, NOT_FINITE
 from warpline.engine.executors.pytorch import TorchExecutor
 from warpline.engine.llm import LLM
 from warpline.engine.request import Request, Span
@@ -185,7 +185,7 @@ class OnExecutor(FromHost):
         if (news.flags & FAULT).any():
             slots.fault.zero_()
             raise self._executor.fault()
-        if (news.flags & BROKEN).any():
+        if (news.flags & NOT_FINITE).any():
             raise RuntimeError("its logits are no numbers")
         return torch.from_numpy(news.tokens[:, :new].astype(np.int64))
 

@@ -41,7 +41,7 @@ def advance(slots: Slots, lanes: Sequence[int], logits: Tensor, index: Tensor | 
     token = choose(adjust(raw, rows), rows, slots.noise[index, place])
     token = torch.where(done | (length < rows.known), slots.tokens[index, place], token)
     slots.tokens[index, place] = token
-    slots.broken[index] = rows.broken | (~raw.amax(dim=-1).isfinite() & ~done)
+    slots.not_finite[index] = rows.not_finite | (~raw.amax(dim=-1).isfinite() & ~done)
     length = length + ~done
     slots.length[index] = length
     if rows.needs.biased:

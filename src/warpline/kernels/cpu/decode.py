@@ -18,7 +18,7 @@ from numba import njit
 
 from warpline.kernels.cpu.arithmetic import ACTIVATIONS, normalise
 from warpline.kernels.cpu.attention import attend_of
-from warpline.kernels.cpu.intrinsics import INNER, added, array, clock, load, matrix, seen, store
+from warpline.kernels.cpu.intrinsics import INNER, add_fetch, array, atomic_load, clock, load, matrix, store
 from warpline.kernels.cpu.lanes import (
     FLAG,
     SINGLE,
@@ -35,7 +35,7 @@ from warpline.kernels.cpu.panels import multiply_panels_of
 from warpline.kernels.cpu.products import multiply_of, product_of
 from warpline.kernels.cpu.quanta import rounded
 from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
-from warpline.kernels.cpu.sharing import dealt, finished, taken, wait
+from warpline.kernels.cpu.sharing import claim, complete, part_of, wait
 from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, TALL, apart, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
@@ -113,7 +113,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         units = outputs if is_in_rows(at, stage) else (outputs + PANEL - 1) // PANEL
         adds, apart = form == Form.ADDED.value, 4 * stage[Stage.TARGET_APART.value]
         pieces, cuts = cut(at, stage)
-        part = piece // cuts if cuts > 1 else dealt(piece, pieces, at[Word.THREADS.value])
+        part = piece // cuts if cuts > 1 else part_of(piece, pieces, at[Word.THREADS.value])
         first, last = units * part // pieces, units * (part + 1) // pieces
         if cuts > 1:
             begin = min(rows, (rows * (piece % cuts) // cuts + TALL - 1) // TALL * TALL)
@@ -231,13 +231,13 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     def prepare_together(at: np.ndarray, stage: np.ndarray, base: int, private: int) -> None:
         """Every row once, for all threads."""
         pieces = at[Word.PREPARING.value]
-        piece = taken(at, base + pieces)
+        piece = claim(at, base + pieces)
         while piece >= 0:
             rows, number = at[Word.ROWS.value], piece - base
             first, last = rows * number // pieces, rows * (number + 1) // pieces
             prepare(at, stage, first, last, at[Word.PREPARED.value], private)
-            finished(at, base + pieces)
-            piece = taken(at, base + pieces)
+            complete(at, base + pieces)
+            piece = claim(at, base + pieces)
         wait(at, base + pieces)
 
     @njit(**INNER)
@@ -268,7 +268,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int, me: int) -> None:
         """The pieces of a stage that no other thread takes."""
         x, x_apart, room, is_ready = 0, 0, private, False
-        piece = taken(at, end)
+        piece = claim(at, end)
         while piece >= 0:
             if stage[Stage.FORM.value] >= Form.CACHED.value:
                 attention(at, stage, piece - base, private)
@@ -277,8 +277,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                     x, x_apart, room = prepared(at, stage, private)
                     is_ready = True
                 product(at, stage, piece - base, x, x_apart, room)
-            finished(at, end)
-            piece = taken(at, end)
+            complete(at, end)
+            piece = claim(at, end)
         note(at, me)
         wait(at, end)
         note(at, me)
@@ -330,20 +330,20 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         stages = matrix(words + 8 * _WORDS, WHOLE, at[Word.STAGES.value], _STAGE)
         base, steps = 0, 0  # pieces before the stage; steps taken
         if drafts > 0:
-            if taken(at, 1) == 0:
+            if claim(at, 1) == 0:
                 plan(at)
-                finished(at, 1)
+                complete(at, 1)
             base = 1
             wait(at, base)
         for step in range(at[Word.STEPS.value]):
-            if seen(at[Word.STOP.value]) <= step:
+            if atomic_load(at[Word.STOP.value]) <= step:
                 break
             if begin != Begin.READY.value:
-                piece = taken(at, base + lanes)
+                piece = claim(at, base + lanes)
                 while piece >= 0:
                     embed(at, piece - base)
-                    finished(at, base + lanes)
-                    piece = taken(at, base + lanes)
+                    complete(at, base + lanes)
+                    piece = claim(at, base + lanes)
                 note(at, me)
                 wait(at, base + lanes)
                 note(at, me)
@@ -363,15 +363,15 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                 base += pieces
             steps = step + 1
             if at[Word.CHOOSES.value] != 0:
-                piece = taken(at, base + lanes)
+                piece = claim(at, base + lanes)
                 while piece >= 0:
                     choose_next(at, stages[at[Word.LAST.value] - 1], piece - base, step, private)
-                    if piece == base and seen(at[Word.HALT.value]) != 0:  # asked by one thread, so that all agree
+                    if piece == base and atomic_load(at[Word.HALT.value]) != 0:  # one thread asks, so that all agree
                         array(at[Word.STOP.value], WHOLE, 1)[0] = step + 1
-                    if drafts > 0 and added(at[Word.LEFT.value], -1) == 0:
+                    if drafts > 0 and add_fetch(at[Word.LEFT.value], -1) == 0:
                         lay_out(at)  # all lanes have their drafts, and nobody goes on before this piece has ended
-                    finished(at, base + lanes)
-                    piece = taken(at, base + lanes)
+                    complete(at, base + lanes)
+                    piece = claim(at, base + lanes)
                 note(at, me)
                 wait(at, base + lanes)
                 note(at, me)

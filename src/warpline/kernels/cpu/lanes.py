@@ -12,7 +12,7 @@ from numba import njit
 
 from warpline.kernels.cpu.choose import choose, log_probabilities, penalise
 from warpline.kernels.cpu.draft import draft, learn, note
-from warpline.kernels.cpu.intrinsics import INNER, Number, added, array, matrix, seen
+from warpline.kernels.cpu.intrinsics import INNER, Number, add_fetch, array, atomic_load, matrix
 from warpline.kernels.cpu.sizes import GUESS, KINDS
 from warpline.kernels.cpu.words import Word
 
@@ -56,7 +56,7 @@ def append(at: np.ndarray, row: int, slot: int, step: int) -> None:
     for i in range(vocab):
         finite &= np.isfinite(logits[i])
     if not finite:
-        array(at[Word.BROKEN.value], FLAG, slots)[slot] = 1
+        array(at[Word.NOT_FINITE.value], FLAG, slots)[slot] = 1
     raw = matrix(at[Word.RAW.value], SINGLE, rows, vocab)[row]
     wanted = at[Word.LOGPROB.value] != 0 and array(at[Word.WANTS.value], FLAG, slots)[slot] != 0
     if wanted:
@@ -88,7 +88,7 @@ def append(at: np.ndarray, row: int, slot: int, step: int) -> None:
         counts[token] += 1
     if (tokens[place] == eos and stops) or place + 1 >= whole(at[Word.LIMIT.value], slot):
         array(at[Word.DONE.value], FLAG, slots)[slot] = 1
-        if added(at[Word.GOING.value], -1) == 0:
+        if add_fetch(at[Word.GOING.value], -1) == 0:
             array(at[Word.STOP.value], WHOLE, 1)[0] = step + 1  # seen by all when this piece has ended
 
 
@@ -115,7 +115,7 @@ def draft_next(at: np.ndarray, slot: int) -> None:
     guesses = matrix(at[Word.GUESSES.value], WHOLE, slots, GUESS)[slot]
     most = min(at[Word.DRAFTS.value], whole(at[Word.LIMIT.value], slot) - 1 - length)
     # With n lanes a pass of rows beyond theirs takes 1 + price (n - 1), in units of one lane's, for n tokens.
-    price, going = number(at[Word.PRICE.value], 0), np.float32(max(1, seen(at[Word.GOING.value])))
+    price, going = number(at[Word.PRICE.value], 0), np.float32(max(1, atomic_load(at[Word.GOING.value])))
     bar = price * going / (np.float32(1) + price * (going - np.float32(1)))
     table = array(at[Word.TABLE.value], WHOLE, at[Word.TABLE_SIZE.value])
     draft(tokens, length, most, whole(at[Word.KNOWN.value], slot), bar, table, chances, guesses)

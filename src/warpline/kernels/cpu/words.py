@@ -83,7 +83,7 @@ class Word(_Places):
     BIAS = auto()
     COUNTS = auto()
     DONE = auto()
-    BROKEN = auto()
+    NOT_FINITE = auto()
     # of log-probabilities
     WANTS = auto()  # whether a slot wants them
     LOGPROB = auto()  # or 0 if none does
@@ -103,7 +103,7 @@ class Word(_Places):
 
 
 #: Words of a slot's record, under the names that `Slots` has for them.
-RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.BROKEN)
+RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.NOT_FINITE)
 SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.LEFT, Word.STOP, Word.HALT)
 
 

@@ -35,8 +35,8 @@ SAMPLED_BY = (
     "biased", "bias",
 )  # fmt: skip
 ENDED_BY = (
-    "known", "limit", "stops_at_eos", "biased", "presence", "frequency", "tokens", "length", "done", "broken", "bias",
-    "counts",
+    "known", "limit", "stops_at_eos", "biased", "presence", "frequency", "tokens", "length", "done", "not_finite",
+    "bias", "counts",
 )  # fmt: skip
 STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
 #: What a layer has of the KV cache, in the order of `KVCache.tensors`: as ops of attention take it.

@@ -252,7 +252,7 @@ class PersistentExecutor(Executor):
         """Memory that a launch reads and writes, and that stays where it is."""
         tapes, cache = self._tapes, slots.cache
         shared = self._matrices | {"fault": slots.fault, "k": cache.k, "v": cache.v}
-        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines", "scales")}
+        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "norm_terms", "scales")}
         return shared | {name: getattr(slots, name) for name in STATE}
 
     def _numbers(self, slots: Slots) -> dict[str, float | int]:

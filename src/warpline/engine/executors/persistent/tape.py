@@ -30,7 +30,7 @@ class Tapes:
 
     tape: Tensor  # uint8 [step, warp, byte]
     vectors: Tensor
-    lines: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and, of codes, scale
+    norm_terms: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and, of codes, scale
     scales: Tensor  # float32 [layer, output of both projections]: of codes, else nothing
     plans: Tensor  # int32 [block, 14]
 
@@ -52,13 +52,13 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     _deal(tape, plan, codes[:, :-1], codes[:, -1:], plan.code_parts, 1, 1)
     layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
     vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
-    lines = torch.stack([_lines(weights, f"h.{layer}.") for layer in range(extents.layers)])
+    norm_terms = torch.stack([_norm_terms(weights, f"h.{layer}.") for layer in range(extents.layers)])
     matrices = [weights.matrix(f"h.{layer}.{_MATRICES[s]}") for layer in range(extents.layers) for s in ("out", "proj")]
-    scales = torch.cat([lines.new_empty(0), *(m.scale for m in matrices if m.scale is not None)])
-    return Tapes(tape, vectors, lines, scales, torch.tensor(plan.rows(), dtype=torch.int32, device=weights.device))
+    scales = torch.cat([norm_terms.new_empty(0), *(m.scale for m in matrices if m.scale is not None)])
+    return Tapes(tape, vectors, norm_terms, scales, torch.tensor(plan.rows(), dtype=torch.int32, device=weights.device))
 
 
-def _lines(weights: Weights, h: str) -> Tensor:
+def _norm_terms(weights: Weights, h: str) -> Tensor:
     """[output, 2]: weight · gamma, and weight · beta + bias; of codes the scale as well."""
     found = []
     for norm, name in _NORMAL_PRODUCTS:

@@ -27,7 +27,7 @@ __device__ __forceinline__ void admit(const long long* lanes, const long long* w
                                       const float* biases, long long* length, long long* known, long long* limit,
                                       long long* min_length, long long* top_k, float* temperature, float* top_p, float* min_p,
                                       float* penalty, float* presence, float* frequency, bool* stops_at_eos, bool* biased,
-                                      bool* done, bool* broken, long long* reported, float* bias, int* counts,
+                                      bool* done, bool* not_finite, long long* reported, float* bias, int* counts,
                                       long long* tokens, int* noise, int capacity, int vocab) {
     const int row = blockIdx.x;
     const long long slot = lanes[row];
@@ -49,7 +49,7 @@ __device__ __forceinline__ void admit(const long long* lanes, const long long* w
         frequency[slot] = numbers[5];
         stops_at_eos[slot] = flags[0];
         biased[slot] = flags[1];
-        done[slot] = broken[slot] = false;
+        done[slot] = not_finite[slot] = false;
     }
     given += whole[5];
     tokens += slot * capacity;
