@@ -1,7 +1,8 @@
 """Does a change alter what the GPU runs? Compiles kernels of another revision and of the files as they are, and
 compares their instructions: `python -m tools.machine_code HEAD~1` names the programs that differ. Needs no GPU.
 
-A renamed variable or a new comment must alter nothing; then results measured before hold after.
+A renamed variable must alter nothing. Then tunables that a sweep found for the code before are right for the code
+after: with `--keep-choices` the rows of results/*/tune.jsonl that were valid there are made valid here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools import tuning
 from warpline.kernels.catalog import CATALOG
-from warpline.kernels.compile import compile_many
+from warpline.kernels.compile import compile_many, header_digest
 from warpline.kernels.decode_plan import Extents
 from warpline.kernels.ladder import LADDERS
 from warpline.kernels.persistent import DecodeProgram
@@ -87,13 +89,33 @@ def hashes() -> dict[str, str]:
     return found
 
 
+def digests() -> dict[str, str]:
+    """The digest of each op's header, by which a choice knows its code."""
+    return {name: header_digest(spec.header) for name, spec in CATALOG.items()}
+
+
+def keep_choices(before: dict[str, str], kernels: set[str]) -> int:
+    """Rows of sweeps that are valid for `before`, for these kernels, become valid for the code here; how many."""
+    after, count = digests(), 0
+    for path in sorted((ROOT / "results").glob("*/tune.jsonl")):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            name = row["kernel"]
+            if name in kernels and row["digest"] == before[name] != after[name]:
+                row["digest"], count = after[name], count + 1
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    tuning.ship()
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", default="HEAD")
+    parser.add_argument("--keep-choices", action="store_true")
     parser.add_argument(_HASHES, action="store_true", help="print this tree's digests and compare nothing")
     asked = parser.parse_args()
     if asked.hashes:
-        print(json.dumps(hashes()))
+        print(json.dumps({"programs": hashes(), "digests": digests()}))
         return
     with tempfile.TemporaryDirectory(prefix="revision-") as folder:
         archive = subprocess.run(["git", "archive", asked.revision, "src"], cwd=ROOT, capture_output=True, check=True)
@@ -101,13 +123,20 @@ def main() -> None:
         environment = {**os.environ, "PYTHONPATH": f"{folder}/src:{ROOT}"}
         command = [sys.executable, "-m", "tools.machine_code", _HASHES]
         printed = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True).stdout
-    before, after = json.loads(printed), hashes()
+    old = json.loads(printed)
+    before, after = old["programs"], hashes()
     both = sorted(before.keys() & after.keys())
     differ = [label for label in both if before[label] != after[label]]
-    print(*(f"differs  {label}" for label in differ), sep="\n" if differ else "")
-    print(f"{len(both) - len(differ)} of {len(both)} programs have the same instructions as in {asked.revision}")
     lone = sorted(before.keys() ^ after.keys())
-    print(*(f"only in one of them  {label}" for label in lone), sep="\n")
+    for label in differ:
+        print(f"differs  {label}")
+    for label in lone:
+        print(f"only in one of them  {label}")
+    print(f"{len(both) - len(differ)} of {len(both)} programs have the same instructions as in {asked.revision}")
+    if asked.keep_choices:
+        other = {label.split()[0].removeprefix("warpline_") for label in (*differ, *lone)}
+        same = {name for name in old["digests"] if name in CATALOG and name not in other}
+        print(f"{keep_choices(old['digests'], same)} rows of sweeps are valid here as well")
     sys.exit(bool(differ or lone))
 
 

@@ -53,8 +53,8 @@ def test_a_slot_is_what_its_request_says(kind: type) -> None:
             known = min(length + len(request.forced), request.limit)
             top = p.top_k or ALL_TOKENS
             expected = (length, known, request.limit, length + p.min_tokens, top, length)
-            assert slots.whole[:, slot].tolist() == list(expected)
-            assert slots.numbers[:, slot].tolist() == pytest.approx(
+            assert slots.integers[:, slot].tolist() == list(expected)
+            assert slots.floats[:, slot].tolist() == pytest.approx(
                 [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
             )
             assert slots.flags[:, slot].tolist() == [not p.ignore_eos, p.adjusts_tokens, False, False]
@@ -63,9 +63,9 @@ def test_a_slot_is_what_its_request_says(kind: type) -> None:
                 assert not slots.counts[slot].any()
                 slots.counts[slot] = 3  # as if it had run
             assert slots.tokens[slot, :known].tolist() == [*request.prompt, *request.forced][:known]
-            before[slot] = slots.whole[:, slot].tolist()
+            before[slot] = slots.integers[:, slot].tolist()
         for slot in before:  # what was admitted before is as it was
-            assert slots.whole[:, slot].tolist() == before[slot]
+            assert slots.integers[:, slot].tolist() == before[slot]
         for slot in rng.sample(list(before), rng.randint(1, len(before))):
             slots.release(slot)
             del before[slot]

@@ -198,7 +198,7 @@ def test_drawn_frequencies_follow_the_distribution(settings_: dict[str, Any]) ->
     big = records([params] * 100)
     counts = torch.zeros(VOCAB, dtype=torch.long)
     for block in range(draws // 100):
-        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, keys(block, 100))
+        drawn = sampling.sample(sampling.adjust(logits.expand(100, -1), big), big, keys(block, 100))
         counts += torch.bincount(drawn, minlength=VOCAB)
     assert counts[probability == 0].sum() == 0
     likely = probability * draws >= 5
@@ -264,14 +264,14 @@ def test_no_noise_makes_a_token_impossible() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 100] = 1
     rows = records([SamplingParams(temperature=1.0, top_k=1, top_p=1.0)])
-    assert sampling.choose(logits, rows, unlucky).tolist() == [100]
+    assert sampling.sample(logits, rows, unlucky).tolist() == [100]
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     rows = records([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 500)
     logits = random_logits(1, 3).expand(500, -1)
     best = set(logits[0].topk(3).indices.tolist())
-    assert set(sampling.choose(logits, rows, keys(1, 500)).tolist()) == best
+    assert set(sampling.sample(logits, rows, keys(1, 500)).tolist()) == best
 
 
 def test_forced_tokens_are_taken() -> None:

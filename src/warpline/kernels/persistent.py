@@ -34,6 +34,10 @@ LAYER_STAMPS = (
 )
 TOKEN_STAMPS = ("ln_f: rows gathered, normalised", "head: multiplied", "token: agreed on")
 
+#: Vectors of each layer that the kernel reads, in the order in which they lie; behind the last layer's those of ln_f.
+VECTORS = ("ln_1.weight", "attn.c_proj.bias", "ln_2.weight", "mlp.c_proj.bias")
+FINAL_VECTORS = ("ln_f.weight", "ln_f.bias")
+
 #: The kernel's arguments; pointers unless they say otherwise.
 _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("tape", "const warpline::Bits*"),
@@ -145,6 +149,8 @@ class DecodeProgram:
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
             "SAMPLER_TURNS": SAMPLER_TURNS,
+            "VECTORS": len(VECTORS),
+            **{name.upper().replace(".", "_"): i for names in (VECTORS, FINAL_VECTORS) for i, name in enumerate(names)},
             **{f"PAUSE_{what}": cycles for what, cycles in made.pauses().items()},
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }

@@ -127,7 +127,7 @@ def points(session: Session, phase: Phase, of: Roofs | None = None) -> list[Poin
     return found
 
 
-def _absent(step: p.Step, phase: Phase) -> bool:
+def _absent(step: p.ModelOp, phase: Phase) -> bool:
     """Without a cache nothing is stored in one."""
     return step is p.KV_CACHE and phase.work.naive
 

@@ -19,12 +19,12 @@ from warpline import hardware
 from warpline.bench.requests import Asked, Batch, batches
 from warpline.bench.workloads import Case
 from warpline.errors import ConfigError
-from warpline.model.parameters import Step
+from warpline.model.parameters import ModelOp
 from warpline.model.quantise import quantised
 from warpline.model.weights import Weights
 
 if TYPE_CHECKING:
-    from warpline.engine.executors.graph.schedule import Step as Op
+    from warpline.engine.executors.graph.schedule import OpCall
 
 #: About what torch.compile takes for a case, for planning.
 COMPILE_SECONDS = 25.0
@@ -60,7 +60,7 @@ class Watcher(Protocol):
     def step(self) -> None:
         """A pass over prompts begins, or a decode step."""
 
-    def part(self, step: Step, layer: int | None) -> AbstractContextManager[object]:
+    def part(self, step: ModelOp, layer: int | None) -> AbstractContextManager[object]:
         """Around a step of the model."""
 
     def module(self, name: str) -> Callable[[], AbstractContextManager[object]] | None:
@@ -149,7 +149,7 @@ class Method(ABC):
         return None if absent is None else f"{absent} is not installed: pip install 'warpline[{cls.extra}]'"
 
     @classmethod  # noqa: B027 - most have nothing to begin
-    def begin(cls, case: Case, device: torch.device) -> None:
+    def start_compiling(cls, case: Case, device: torch.device) -> None:
         """Begin what takes long and needs no weights, as a program would that loads them meanwhile."""
 
     def given(self, prompts: Tensor) -> Any:
@@ -202,7 +202,7 @@ class Method(ABC):
         """While this is open, the watcher is told what happens."""
         raise ConfigError(f"{self.title} {self.unseen}")
 
-    def table(self, phase: str) -> Sequence[Op] | None:
+    def table(self, phase: str) -> Sequence[OpCall] | None:
         """The ops of the last pass of a phase, where there is a table of them."""
         return None
 

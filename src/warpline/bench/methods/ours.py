@@ -30,7 +30,7 @@ from warpline.model.observe import observed
 from warpline.model.weights import Weights, read_config
 
 if TYPE_CHECKING:
-    from warpline.engine.executors.graph.schedule import Step as Op
+    from warpline.engine.executors.graph.schedule import OpCall
 
 #: What the cpu executor's work on a phase is called among operators.
 CPU_CALL = "warpline_cpu_{}"
@@ -70,10 +70,10 @@ class OnLLM(FromHost):
         self._llm = LLM.of(weights, device, case.dtype, kv_dtype=self.kv_stored, window=case.window)
 
     @classmethod
-    def begin(cls, case: Case, device: torch.device) -> None:
+    def start_compiling(cls, case: Case, device: torch.device) -> None:
         """As `LLM` does."""
         config, dtype = read_config(case.model), cls.stored or case.dtype
-        executors.begin(executors.choose("auto", device, config, dtype), config, device, dtype)
+        executors.start_compiling(executors.resolve("auto", device, config, dtype), config, device, dtype)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> list[Completion]:
         """What a user holds: completions, with their texts."""
@@ -169,9 +169,9 @@ class OnExecutor(FromHost):
         self._pass = 0  # of those over the prompts of one generation
 
     @classmethod
-    def begin(cls, case: Case, device: torch.device) -> None:
+    def start_compiling(cls, case: Case, device: torch.device) -> None:
         """As `LLM` does."""
-        executors.begin(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
+        executors.start_compiling(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
         """Prompts into slots that are kept for the next time, through the model, and the tokens out of them."""
@@ -216,7 +216,7 @@ class OnExecutor(FromHost):
 
         return self._executor.trace(mark)
 
-    def table(self, phase: str) -> Sequence[Op] | None:
+    def table(self, phase: str) -> Sequence[OpCall] | None:
         """The executor's."""
         return self._executor.table(phase)
 

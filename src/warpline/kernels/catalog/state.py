@@ -190,8 +190,8 @@ ADMIT = KernelSpec(
     arguments=(
         pinned(reads("lanes", "rows", _MAYBE_LANES)),
         # length, known, limit, min_length, top_k, begin, begin and number of biases
-        pinned(reads("whole", "rows 8", Values("int64", made=_brought))),
-        pinned(reads("numbers", "rows 6", FLOAT)),  # temperature, top_p, min_p, penalty, presence, frequency
+        pinned(reads("integers", "rows 8", Values("int64", made=_brought))),
+        pinned(reads("floats", "rows 6", FLOAT)),  # temperature, top_p, min_p, penalty, presence, frequency
         pinned(reads("flags", "rows 2", FLAG)),  # stops_at_eos, biased
         pinned(reads("stream", "rows", LONG_BITS)),
         pinned(reads("given", "given", BITS)),

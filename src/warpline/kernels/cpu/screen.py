@@ -11,9 +11,9 @@ import math
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.choose import FINITE_OR_NOT, gumbel
 from warpline.kernels.cpu.intrinsics import INNER, Number
 from warpline.kernels.cpu.quanta import quantum_of
+from warpline.kernels.cpu.sampling import FINITE_OR_NOT, gumbel
 
 
 @njit(**INNER)

@@ -7,15 +7,15 @@ namespace warpline {
 template <typename M>
 class AttentionHalf : protected Parts<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Base = Parts<M>;
-    using Place::ROWS, Place::WARPS, Place::WIDTH, Place::HEADS, Place::DEPTH, Place::PER, Place::SLAB;
-    using Place::PITCH, Place::HEAD_WORDS, Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT, Place::WHOLE_CONTEXTS;
-    using typename Place::T, typename Place::Attention, typename Base::NormTerms;
+    using Memory::ROWS, Memory::WARPS, Memory::WIDTH, Memory::HEADS, Memory::DEPTH, Memory::PER, Memory::SLAB;
+    using Memory::PITCH, Memory::HEAD_WORDS, Memory::QKV_AT, Memory::ATTENTION_AT, Memory::MIDDLE_AT, Memory::WHOLE_CONTEXTS;
+    using typename Memory::T, typename Memory::Attention, typename Base::NormTerms;
     template <int INPUTS, int UNITS>
-    using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
+    using ProductOf = typename Memory::template ProductOf<INPUTS, UNITS>;
     using Base::a, Base::shared, Base::tape, Base::tag, Base::splits, Base::layer;
-    using Base::words, Base::stamp, Base::packed, Base::rows_at, Base::vectors, Base::scale_rows, Base::store_late_sums;
+    using Base::words, Base::stamp, Base::packed, Base::rows_at, Base::vector, Base::scale_rows, Base::store_late_sums;
     using Base::Base;
 
     // The heads' outputs, as far as they are this warp's columns, into shared.h. Who has attended to a head comes late enough.
@@ -37,14 +37,14 @@ class AttentionHalf : protected Parts<M> {
         const auto leave = [&](const Spot& s, Vec<unsigned, 2> bits) {
             if (s.own) *reinterpret_cast<Vec<unsigned, 2>*>(shared.h + s.row * PITCH + s.column) = bits;
         };
-        if (!Place::MERGES || splits == 1) {
+        if (!Memory::MERGES || splits == 1) {
             auto heads = gather<ceil_div(MINE, LANES), 4>([&](int i) {
                 const Spot s = spot(i);
                 return s.head + s.column % DEPTH / PER;
             });
             heads.ask(begun, pause);
             heads.finish(tag, shared.watchdog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
-        } else if constexpr (Place::MERGES) {
+        } else if constexpr (Memory::MERGES) {
             wait_cycles(begun, pause);
 #pragma unroll 1
             for (int i = 0; i < ceil_div(MINE, LANES); ++i) {
@@ -182,7 +182,7 @@ class AttentionHalf : protected Parts<M> {
     __device__ __forceinline__ void scale_middle_rows(unsigned begun, float (&sums)[2 * ROWS]) {
         auto rows = rows_at(words() + MIDDLE_AT);
         rows.ask(begun, M::PAUSE_MIDDLE);
-        scale_rows(vectors(2 * WIDTH), 1, sums, tag, rows);
+        scale_rows(vector(layer, M::LN_2_WEIGHT), 1, sums, tag, rows);
     }
 };
 

@@ -17,19 +17,19 @@ namespace warpline {
 
 template <typename M>
 class Decode : Sampler<M> {
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Layer = Layers<M>;
     using Ending = Sampler<M>;
-    using Place::ROWS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
-    using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
-    using typename Place::T, typename Place::BlockShared, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
+    using Memory::ROWS, Memory::THREADS, Memory::WIDTH, Memory::INNER, Memory::HEADS;
+    using Memory::BIASES, Memory::PITCH, Memory::RING_BYTES, Memory::END_AT, Memory::SCORES;
+    using typename Memory::T, typename Memory::BlockShared, typename Memory::Row, typename Memory::Ring, typename Memory::TapeOf;
     using Layer::a, Layer::shared, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
-    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::token_at;
+    using Layer::stamp, Layer::words_before, Layer::vector, Layer::rows_at, Layer::normalise, Layer::token_at;
     using Layer::run_layer;
     using Ending::all_logits, Ending::quantise_rows, Ending::best_scores, Ending::exchange_best, Ending::choose, Ending::first_output;
 
    public:
-    using Place::WORDS;
+    using Memory::WORDS;
 
    private:
     using Ending::Ending;
@@ -42,7 +42,8 @@ class Decode : Sampler<M> {
             const bool second = i % BIASES >= OF_OUT;
             const int output = shared.plan.first[second ? PROJ : OUT] * TILE_OUTPUTS + i % BIASES - (second ? OF_OUT : 0);
             layer = i / BIASES;
-            shared.bias[i] = output < WIDTH ? vectors((second ? 3 : 1) * WIDTH)[output] : from_float<T>(0.f);
+            const int which = second ? M::MLP_C_PROJ_BIAS : M::ATTN_C_PROJ_BIAS;
+            shared.bias[i] = output < WIDTH ? vector(layer, which)[output] : from_float<T>(0.f);
             if constexpr (M::CODED) shared.scale[i] = output < WIDTH ? a.scales[(2 * layer + second) * WIDTH + output] : 0.f;
         }
     }
@@ -85,7 +86,7 @@ class Decode : Sampler<M> {
             Row& r = shared.rows[thread];
             r.banned = r.stops_at_eos && r.length < r.min_length ? a.eos : -1;
             r.key = r.inverse_temperature > 0.f ? a.noise[token_at(r, min(r.length, a.capacity - 1))] : 0;
-            shared.unit[0][thread] = shared.unit[1][thread] = 1.f;
+            shared.row_scale[0][thread] = shared.row_scale[1][thread] = 1.f;
         }
         if (thread == WARP) {
             int longest = 1;
@@ -100,7 +101,7 @@ class Decode : Sampler<M> {
             this->deal_parts(longest);
         }
         sync_threads<THREADS>();
-        splits = Place::WHOLE_CONTEXTS ? 1 : shared.splits;
+        splits = Memory::WHOLE_CONTEXTS ? 1 : shared.splits;
     }
 
     // The tokens that were agreed on; block 0 tells the host.
@@ -148,7 +149,7 @@ class Decode : Sampler<M> {
         }
         auto rows = rows_at(words_before() + END_AT);
         rows.ask(cycles(), M::PAUSE_ROWS);
-        normalise(vectors(0), vectors(WIDTH), tag - 1, rows);
+        normalise(vector(layer, M::LN_F_WEIGHT), vector(layer, M::LN_F_BIAS), tag - 1, rows);  // layer is LAYERS
         if constexpr (M::SCREENED) quantise_rows();
         sync_threads<THREADS>();  // here every warp needs all columns
         stamp();

@@ -17,10 +17,10 @@ namespace warpline {
 template <typename M>
 class Head : protected Layers<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Layer = Layers<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::PITCH, Place::SCORES, Place::BYTES_PITCH;
-    using typename Place::TileOf, typename Place::Row, typename Place::T;
+    using Memory::ROWS, Memory::WARPS, Memory::THREADS, Memory::WIDTH, Memory::PITCH, Memory::SCORES, Memory::BYTES_PITCH;
+    using typename Memory::TileOf, typename Memory::Row, typename Memory::T;
     using Layer::a, Layer::shared, Layer::tape, Layer::column_of, Layer::EACH;
     using Layer::Layer;
     static constexpr int RESULTS = ceil_div(ROWS, 4);  // of a lane, for each of its two outputs of a unit of codes
@@ -132,8 +132,8 @@ class Head : protected Layers<M> {
     // Where a warp leaves numbers of each lane for another that has the same unit.
     template <typename Number>
     __device__ __forceinline__ Number* handover_of(int warp) const {
-        void* all = Place::BORROWS ? static_cast<void*>(&shared.attention) : static_cast<void*>(shared.handover);
-        return static_cast<Number*>(all) + warp * (Place::HANDOVER_EACH * WARP) + thread_index() % WARP;
+        void* all = Memory::BORROWS ? static_cast<void*>(&shared.attention) : static_cast<void*>(shared.handover);
+        return static_cast<Number*>(all) + warp * (Memory::HANDOVER_EACH * WARP) + thread_index() % WARP;
     }
 
     // Rows of shared.h in quanta into shared.bytes, and shared.screened: columns of each warp. All threads must have done it before `screen`.
@@ -173,7 +173,7 @@ class Head : protected Layers<M> {
     // Every output's bounds, of all rows: f(output, row, interval of its logit, row / 4). Lanes always meet the same outputs.
     template <typename F>
     __device__ __forceinline__ void screen(F f) {
-        constexpr int STEPS = Place::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last has what is known of the outputs
+        constexpr int STEPS = Memory::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last has what is known of the outputs
         const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4, units = shared.plan.units[HEAD];
         const int whole = M::CODE_PARTS > 1 ? units / WARPS * WARPS : units;
         const signed char* bytes[RESULTS];

@@ -8,12 +8,12 @@ namespace warpline {
 template <typename M>
 class Layers : protected AttentionHalf<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Base = AttentionHalf<M>;
-    using Place::ROWS, Place::WARPS, Place::WIDTH, Place::INNER, Place::PER, Place::INNER_SLAB, Place::PITCH, Place::FC_AT, Place::END_AT;
+    using Memory::ROWS, Memory::WARPS, Memory::WIDTH, Memory::INNER, Memory::PER, Memory::INNER_SLAB, Memory::PITCH, Memory::FC_AT, Memory::END_AT;
     using typename Base::NormTerms;
     template <int INPUTS, int UNITS>
-    using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
+    using ProductOf = typename Memory::template ProductOf<INPUTS, UNITS>;
     using Base::shared, Base::tape, Base::tag, Base::AT_ONCE, Base::words, Base::stamp, Base::packed, Base::store_late_sums;
     using Base::Base;
 

@@ -20,7 +20,7 @@ struct BlockPlan {
 };
 
 // M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
-//   vectors   of each layer ln_1's gamma, the out-projection's bias, ln_2's gamma, the projection's bias; then ln_f
+//   vectors   of each layer, in the order of M::LN_1_WEIGHT and its like; then ln_f
 //   lines     slope and level (see stages.cuh) of each layer's outputs of QKV and of FC; and the scale, where weights are codes (CODED)
 //   scales    of each layer's outputs of the out-projection and of the projection, where weights are codes
 //   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
@@ -87,7 +87,7 @@ struct Layout {
         alignas(16) float partial[most(M::QKV_UNITS, M::FC_UNITS) * SUMS];       // stages take turns, so that one
         alignas(16) float other_partial[most(M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
         alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
-        float unit[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
+        float row_scale[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
         typename Attention::Shared attention;
         int handover[BORROWS ? 1 : HANDOVER];
         alignas(16) T bias[M::LAYERS * BIASES];

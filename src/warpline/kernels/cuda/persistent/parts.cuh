@@ -7,11 +7,11 @@ namespace warpline {
 template <typename M>
 class Parts : protected Stages<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Base = Stages<M>;
-    using Place::ROWS, Place::THREADS, Place::HEADS, Place::DEPTH, Place::WIDTH, Place::WHOLE_CONTEXTS;
-    using typename Place::T, typename Place::Attention, typename Place::Row;
-    using Base::a, Base::shared, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vectors, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
+    using Memory::ROWS, Memory::THREADS, Memory::HEADS, Memory::DEPTH, Memory::WIDTH, Memory::WHOLE_CONTEXTS;
+    using typename Memory::T, typename Memory::Attention, typename Memory::Row;
+    using Base::a, Base::shared, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vector, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
     using Base::Base;
 
     // Whether no block has more than one of them.
@@ -106,11 +106,11 @@ class Parts : protected Stages<M> {
     // The layer's rows, times gamma, into shared.h: what the layer before posted, or the embedding.
     __device__ __forceinline__ void scale_first_rows(unsigned begun, float (&sums)[2 * ROWS]) {
         if (layer > 0) {
-            auto rows = rows_at(words_before() + Place::END_AT);
+            auto rows = rows_at(words_before() + Memory::END_AT);
             rows.ask(begun, M::PAUSE_ROWS);
-            scale_rows(vectors(0), 0, sums, tag - 1, rows);
+            scale_rows(vector(layer, M::LN_1_WEIGHT), 0, sums, tag - 1, rows);
         } else {
-            scale_rows(vectors(0), 0, sums, [&](auto& v) { embed(v); });
+            scale_rows(vector(layer, M::LN_1_WEIGHT), 0, sums, [&](auto& v) { embed(v); });
         }
     }
 

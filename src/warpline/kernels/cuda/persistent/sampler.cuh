@@ -19,12 +19,12 @@ namespace warpline {
 template <typename M>
 class Sampler : protected Head<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Layer = Layers<M>;
     using LastStage = Head<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::SCORES, Place::SEEN;
-    using Place::CANDIDATE, Place::CANDIDATES_AT, Place::SUMS_AT, Place::DIGITS_AT, Place::DIGITS;
-    using typename Place::Row;
+    using Memory::ROWS, Memory::WARPS, Memory::THREADS, Memory::SCORES, Memory::SEEN;
+    using Memory::CANDIDATE, Memory::CANDIDATES_AT, Memory::SUMS_AT, Memory::DIGITS_AT, Memory::DIGITS;
+    using typename Memory::Row;
     using Layer::a, Layer::shared, Layer::tag, Layer::token_at;
     using LastStage::first_output, LastStage::outputs, LastStage::best_of;
     using LastStage::LastStage;

@@ -9,9 +9,9 @@ enum Stage { QKV, OUT, FC, PROJ, HEAD };
 template <typename M>
 class Stages : protected Layout<M> {
    protected:
-    using Place = Layout<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::PER, Place::BIASES, Place::SLAB, Place::PITCH, Place::TURN;
-    using typename Place::T, typename Place::BlockShared, typename Place::Ring, typename Place::TapeOf;
+    using Memory = Layout<M>;
+    using Memory::ROWS, Memory::WARPS, Memory::THREADS, Memory::WIDTH, Memory::INNER, Memory::PER, Memory::BIASES, Memory::SLAB, Memory::PITCH, Memory::TURN;
+    using typename Memory::T, typename Memory::BlockShared, typename Memory::Ring, typename Memory::TapeOf;
 
     const typename M::Arguments& a;
     BlockShared& shared;
@@ -86,10 +86,10 @@ class Stages : protected Layout<M> {
         for (int i = 0; i < ROWS * EACH; ++i) {
             const int column = column_of(i % EACH), row = i / EACH;
             if (column < 0) continue;
-            const float unit = shared.unit[which][row];
+            const float row_scale = shared.row_scale[which][row];
             Vec<T, 2> result;
 #pragma unroll
-            for (int j = 0; j < 2; ++j) result.at[j] = from_float<T>(v[i][j] * to_float(scale[i % EACH].at[j]) * unit);
+            for (int j = 0; j < 2; ++j) result.at[j] = from_float<T>(v[i][j] * to_float(scale[i % EACH].at[j]) * row_scale);
             *reinterpret_cast<Vec<T, 2>*>(shared.h + row * PITCH + column) = result;
         }
         __syncwarp();
@@ -154,7 +154,7 @@ class Stages : protected Layout<M> {
     // What LayerNorm makes of sums of a stage's product; returns 1 / deviation. All warps have left what they know of the row.
     __device__ __forceinline__ float normalise_output(int which, int row, const NormTerms& terms, float (&value)[PER]) {
         const float mean = mean_of(row), inverse = inverse_deviation(mean, mean_of(ROWS + row));
-        const float back = __uint_as_float(0x7f000000u - __float_as_uint(shared.unit[which][row]));  // 1 / unit
+        const float back = __uint_as_float(0x7f000000u - __float_as_uint(shared.row_scale[which][row]));  // 1 / row_scale
 #pragma unroll
         for (int j = 0; j < PER; ++j) {
             const float* its = terms.at + LINE * j;
@@ -166,12 +166,12 @@ class Stages : protected Layout<M> {
     __device__ __forceinline__ float mean_of(int sums) const { return sum_of<WARPS>(shared.sums[sums]) * (1.f / WIDTH); }
 
     // What the row is multiplied by before the layer's other LayerNorm.
-    __device__ __forceinline__ void set_unit(int which, int row, float inverse) {
-        shared.unit[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
+    __device__ __forceinline__ void set_row_scale(int which, int row, float inverse) {
+        shared.row_scale[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
     }
-    __device__ __forceinline__ void set_units(int which) {
+    __device__ __forceinline__ void set_row_scales(int which) {
         const int row = thread_index();
-        if (row < ROWS) set_unit(which, row, inverse_deviation(mean_of(row), mean_of(ROWS + row)));
+        if (row < ROWS) set_row_scale(which, row, inverse_deviation(mean_of(row), mean_of(ROWS + row)));
     }
 
     // The outputs of a stage that begins with a LayerNorm, PER to a thread: f(output, row, values).
@@ -180,7 +180,7 @@ class Stages : protected Layout<M> {
         P::template each<PER>(shared.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
             const float inverse = normalise_output(which, row, output == thread_index() / ROWS * PER ? first : norm_terms<STAGE>(output), value);
             f(shared.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
-            if (output == 0) set_unit(which, row, inverse);
+            if (output == 0) set_row_scale(which, row, inverse);
         });
     }
 
@@ -225,7 +225,10 @@ class Stages : protected Layout<M> {
         __syncwarp();
     }
 
-    __device__ __forceinline__ const T* vectors(int which) const { return a.vectors + (static_cast<long long>(layer) * (4 * WIDTH) + which); }
+    // A vector of a layer, such as M::LN_1_WEIGHT; ln_f's stand where those of one more layer would.
+    __device__ __forceinline__ const T* vector(int of_layer, int which) const {
+        return a.vectors + (static_cast<long long>(of_layer) * (M::VECTORS * WIDTH) + which * WIDTH);
+    }
 
     // Where the sums of a stage meet.
     template <Stage STAGE>

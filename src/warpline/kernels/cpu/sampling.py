@@ -106,7 +106,7 @@ def penalise(scores: np.ndarray, past: np.ndarray, seen: np.ndarray, penalty: Nu
 
 
 @njit(**INNER)
-def choose(
+def sample_token(
     scores: np.ndarray,
     noisy: np.ndarray,
     banned: int,
