@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from tests.conftest import SMALL
-from warpline.bench.methods.base import Moments
 from warpline.config import ModelConfig
 from warpline.kernels.persistent import LAYER_STAMPS, TOKEN_STAMPS
+from warpline.profile.names import stamp_path
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Phase, Session, SpanRow, Work
 
 GPT2 = ModelConfig()
-#: Of the persistent kernel.
-PERSISTENT = Moments((), LAYER_STAMPS, TOKEN_STAMPS)
+
+
+def stages(layers: int) -> list[ModulePath]:
+    """Modules of the persistent kernel's moments."""
+    return [stamp_path(m, i) for i in range(layers) for m in LAYER_STAMPS] + [stamp_path(m, None) for m in TOKEN_STAMPS]
+
 
 #: µs per layer and per step of a made-up GPU, computing alone.
 BLOCK: dict[ModulePath, float] = {

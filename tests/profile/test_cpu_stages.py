@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import SMALL
 from tests.profile.test_collect import CPU, wish
-from warpline.bench.methods.ours import CPU_CALL, OnCpu
+from warpline.bench.methods.ours import OnCpu
 from warpline.model import cost
 from warpline.model.weights import load
 from warpline.profile import tree
@@ -19,14 +19,18 @@ from warpline.profile.verdict import verdict
 
 @pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu-int8", "int8")])
 def test_the_cpu_executor_shows_its_stages(name: str, dtype: str) -> None:
-    """By the clocks of its threads; a pass over a prompt is one call. Weights in int8 have the bytes of int8."""
+    """By the clocks of its threads; a pass over a prompt is two calls. Weights in int8 have the bytes of int8."""
     session = collect(wish(name, dtype=dtype))
     assert (session.method, session.dtype) == (name, dtype)
     for phase in session.phases:
         assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
         assert sum(row.us for row in phase.kernels) == pytest.approx(phase.busy_us, rel=0.02)
     prefill, decode = session.phase("prefill"), session.phase("decode")
-    assert [row.calls for row in prefill.kernels if row.name == CPU_CALL.format("prefill")] == [1]
+    assert (prefill.source, prefill.launches.count) == ("stamps", 2)
+    tree_of_prompt = tree.build(prefill)
+    for module in ("ln_1 + QKV projection", "KV cache", "fused attention", "output projection + residual 1"):
+        assert tree_of_prompt.find(BLOCKS, "attention", module) is not None
+    assert 0 <= prefill.gap_us < 0.9 * prefill.step_us
     assert (decode.source, decode.steps, decode.work.screened) == ("stamps", 4, dtype == "fp32")
     layers = session.config.n_layer
     assert len(decode.kernels) == 2 * (1 + 5 * layers + 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL
-from tests.profile.conftest import PERSISTENT
+from tests.profile.conftest import stages
 from warpline.bench import methods
 from warpline.bench.methods.ours import OnPersistent
 from warpline.engine import executors
@@ -62,7 +62,7 @@ def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
-    config, count = read_config(SMALL), len(stamps.stages(3, PERSISTENT))
+    config, count = read_config(SMALL), len(stages(3))
     asked: list[tuple[int, int]] = []
 
     class Stamping(PersistentExecutor):
@@ -102,7 +102,7 @@ def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
     found = method.stamped(method.given(torch.zeros(1, 4, dtype=torch.int64)), 7, stamps.RUNS)
     assert asked == [(7, 7)] * (1 + stamps.RUNS)
     assert len(found.us) == stamps.RUNS
-    phase = stamps.decode_phase(found, 3, 6, 1000.0, Work(1, 4, 1, naive=False))
+    phase = stamps.decode_phase(found, 6, 1000.0, Work(1, 4, 1, naive=False))
     assert phase.step_us == pytest.approx(1000, rel=0.5)
     assert phase.work.screened
     root = tree.build(phase)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.profile.conftest import BLOCK, GPT2, MODEL, PERSISTENT, made_up
+from tests.profile.conftest import BLOCK, GPT2, MODEL, made_up, stages
 from warpline.errors import ConfigError
 from warpline.model import cost
 from warpline.model.parameters import OPS
@@ -251,11 +251,11 @@ def test_short_kernels_cost_what_they_take_beyond_their_share_of_the_roof() -> N
 
 def persistent(gathered: float, multiplied: float) -> Session:
     """One launch whose stages take as long as that."""
-    modules = stamps.stages(LAYERS, PERSISTENT)
-    each = [(gathered if classify(stamps.kernel_name(path)) == "exchange" else multiplied,) * 3 for path in modules]
-    step = sum(mean for mean, _, _ in each)
-    work = Work(1, 128, 1, naive=False)
-    return made_up(method="persistent", phases=(stamps.stamped_phase(modules, each, 8, [step], step, work),))
+    modules = stages(LAYERS)
+    each = {p: gathered if classify(stamps.kernel_name(p)) == "exchange" else multiplied for p in modules}
+    step, work = sum(each.values()), Work(1, 128, 1, naive=False)
+    phase = stamps.stamped_phase("decode", each, 1 / 9, 8, [step], step, work)
+    return made_up(method="persistent", phases=(phase,))
 
 
 def test_exchanges_of_the_persistent_kernel_are_named() -> None:

@@ -189,8 +189,10 @@ class _Recorder:
         if plain is None:
             self.notes.append(NOISE.format(name))
         if name == "decode" and (stamped := self.method.stamped(self.given, steps + 1, stamps.RUNS)) is not None:
-            layers, track = self.method.weights.config.n_layer, "gpu" if self._on_gpu else "host"
-            return stamps.decode_phase(stamped, layers, steps, plain, self._work(name), track=track)
+            track = "gpu" if self._on_gpu else "host"
+            return stamps.decode_phase(stamped, steps, plain, self._work(name), track=track)
+        if name == "prefill" and (passes := self.method.stamped_prompts(self.given, stamps.RUNS)) is not None:
+            return stamps.prefill_phase(passes, plain, self._work(name))
         source = "kineto"
         try:
             found = self._recorded(name, _kineto)

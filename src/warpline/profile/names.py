@@ -132,6 +132,7 @@ _STAGES: dict[str, tuple[p.ModelOp, ...]] = {
     "embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "ln_1": (p.LN_1, p.QKV_PROJECTION),
     "qkv": (p.LN_1, p.QKV_PROJECTION),
+    "cache": (p.KV_CACHE,),
     "attention": (p.KV_CACHE, p.FUSED_ATTENTION),
     "out": (p.OUTPUT_PROJECTION, p.RESIDUAL_1),
     "ln_2": (p.LN_2, p.EXPANSION, p.ACTIVATION),
@@ -142,11 +143,12 @@ _STAGES: dict[str, tuple[p.ModelOp, ...]] = {
 }
 
 
-def stamp_path(stamp: str, layer: int | None) -> ModulePath:
+def stamp_path(stamp: str, layer: int | None, *, apart: bool = False) -> ModulePath:
     """Where the time before a clock was read belongs: "out: heads gathered" in layer 3 is
-    h.3 / attention / output projection + residual 1 / heads gathered."""
+    h.3 / attention / output projection + residual 1 / heads gathered. `apart`: keys and values have a stage of their
+    own."""
     stage, _, doing = stamp.partition(": ")
-    steps = _STAGES.get(stage)
+    steps = (p.FUSED_ATTENTION,) if apart and stage == "attention" else _STAGES.get(stage)
     return (stage, doing) if steps is None else (*fused(layer, *steps), doing)
 
 

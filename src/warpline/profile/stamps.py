@@ -4,7 +4,7 @@ persistent kernel's blocks and the threads of the cpu executor write theirs at t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,18 +12,11 @@ from warpline.profile.names import stamp_path
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, Phase, SpanRow, Work
 
 if TYPE_CHECKING:
-    from warpline.bench.methods.base import Moments, Stamped
+    from warpline.bench.methods.base import Stamped, StampedPrompts
 
 ENTRY = "warpline_decode"
 #: Launches that are timed.
 RUNS = 5
-
-
-def stages(layers: int, moments: Moments) -> list[ModulePath]:
-    """The modules of a token's moments, in order."""
-    found = [stamp_path(moment, layer) for layer in range(layers) for moment in moments.layer]
-    first, last = ([stamp_path(moment, None) for moment in some] for some in (moments.first, moments.last))
-    return first + found + last
 
 
 def kernel_name(path: ModulePath) -> str:
@@ -31,51 +24,64 @@ def kernel_name(path: ModulePath) -> str:
     return f"{ENTRY}: {path[-1]}"
 
 
-def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) -> list[tuple[float, float, float]]:
-    """Mean, shortest and longest µs of each of `count` stages. Each block's clocks hold some tokens one behind the
-    other, of which the first only begins the measurement. A clock is compared with itself alone; cycles become µs
-    because the mean token is known to take `token_us`."""
+def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) -> list[float]:
+    """µs of each of `count` stages, the mean of all blocks. Each block's clocks hold some tokens one behind the other,
+    of which the first only begins the measurement. A clock is compared with itself alone; cycles become µs because the
+    mean token is known to take `token_us`."""
     tokens = len(clocks[0]) // count
     if tokens < 2:
         raise ValueError("stamps of two tokens are needed: the first one's begin is not stamped")
-    cycles = [[0.0] * len(clocks) for _ in range(count)]
-    for block, values in enumerate(clocks):
+    cycles = [0.0] * count
+    for values in clocks:
         for i in range(count, tokens * count):
-            cycles[i % count][block] += (values[i] - values[i - 1]) / (tokens - 1)
-    whole = sum(sum(stage) for stage in cycles) / len(clocks)
-    scale = token_us / whole
-    return [(scale * sum(s) / len(s), scale * min(s), scale * max(s)) for s in cycles]
+            cycles[i % count] += values[i] - values[i - 1]
+    return [token_us * stage / sum(cycles) for stage in cycles]
 
 
-def decode_phase(
-    stamped: Stamped, layers: int, steps: int, plain_us: float | None, work: Work, *, track: str = "gpu"
-) -> Phase:
-    """What the clocks say, in the time that launches took; `plain_us` is what a step takes when nobody looks."""
-    modules, clocks = stages(layers, stamped.moments), stamped.clocks.tolist()
+def decode_phase(stamped: Stamped, steps: int, plain_us: float | None, work: Work, *, track: str = "gpu") -> Phase:
+    """What the clocks say, in the time that launches took; `plain_us` is what a step takes that is not recorded."""
+    modules, clocks = [stamp_path(*moment) for moment in stamped.moments], stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
+    means = dict(zip(modules, each, strict=True))
     work = replace(work, screened=stamped.screened)
-    return stamped_phase(modules, each, steps, stamped.us, plain_us or statistics.median(stamped.us), work, track=track)
+    plain_us = plain_us or statistics.median(stamped.us)
+    return stamped_phase("decode", means, 1 / (steps + 1), steps, stamped.us, plain_us, work, track=track)
+
+
+def prefill_phase(stamped: StampedPrompts, plain_us: float | None, work: Work) -> Phase:
+    """The same of passes over prompts; what is not in a call is Python's. A long prompt goes through the layers in
+    parts, whose times are added up."""
+    means: dict[ModulePath, float] = {}
+    for clocks, moments in stamped.calls:
+        for moment, us in zip(moments, (clocks.diff(dim=1).double().mean(dim=0) / 1e3).tolist(), strict=True):
+            path = stamp_path(*moment, apart=True)
+            means[path] = means.get(path, 0.0) + us
+    calls, runs, plain_us = len(stamped.calls), stamped.us, plain_us or statistics.median(stamped.us)
+    return stamped_phase("prefill", means, calls, len(runs), runs, plain_us, work, track="host")
 
 
 def stamped_phase(
-    modules: Sequence[ModulePath],
-    each: Sequence[tuple[float, float, float]],
+    name: str,
+    means: Mapping[ModulePath, float],
+    launches: float,
     steps: int,
     runs: Sequence[float],
     plain_us: float,
     work: Work,
     track: str = "gpu",
 ) -> Phase:
-    """A phase of stages: they follow one another without gaps, in one kernel, whose rows say which stage they are. Some
-    launches took `runs` µs per token."""
-    spans = tuple(SpanRow(path, mean, 0.0) for path, (mean, _, _) in zip(modules, each, strict=True))
-    moments, at = [Moment("step", "step 1", (), 0.0, sum(mean for mean, _, _ in each))], 0.0
-    for path, (mean, _, _) in zip(modules, each, strict=True):
+    """A phase of stages, `means` µs each: they follow one another in `launches` of a step, whose rows say which stage
+    they are. What is missing of the median of `runs`, µs of a step, is between the launches."""
+    between = statistics.median(runs) - sum(means.values()) if launches >= 1 else 0.0
+    spans = [SpanRow(path, mean, 0.0) for path, mean in means.items()]
+    if between > 0:
+        spans.append(SpanRow((), 0.0, between))
+    moments, at = [Moment("step", "step 1", (), 0.0, sum(means.values()))], 0.0
+    for path, mean in means.items():
         moments.append(Moment(track, kernel_name(path), path, at, mean))
         at += mean
-    launch = 1 / (steps + 1)
     return Phase(
-        name="decode",
+        name=name,
         source="stamps",
         steps=steps,
         step_us=statistics.median(runs),
@@ -83,11 +89,8 @@ def stamped_phase(
         slowest_us=max(runs),
         plain_us=plain_us,
         work=work,
-        spans=spans,
-        kernels=tuple(
-            KernelRow(kernel_name(path), path, 1.0, mean, mean)
-            for path, (mean, _, _) in zip(modules, each, strict=True)
-        ),
-        launches=Launches(count=launch, kernels=launch),
+        spans=tuple(spans),
+        kernels=tuple(KernelRow(kernel_name(path), path, 1.0, mean, mean) for path, mean in means.items()),
+        launches=Launches(count=launches, kernels=launches),
         timeline=tuple(moments),
     )

@@ -67,12 +67,8 @@ class Watcher(Protocol):
         """What to enter around a module that transformers calls so; None where it has no place of its own."""
 
 
-class Moments(NamedTuple):
-    """What a step's clocks are written behind: at its begin, in each layer, at its end."""
-
-    first: tuple[str, ...]
-    layer: tuple[str, ...]
-    last: tuple[str, ...]
+#: What is done before a clock is written, and in which layer.
+Moment = tuple[str, int | None]
 
 
 class Stamped(NamedTuple):
@@ -80,8 +76,15 @@ class Stamped(NamedTuple):
 
     us: list[float]  # of each launch, per token
     clocks: Tensor  # [blocks or threads, tokens * moments], of the last
-    moments: Moments
+    moments: list[Moment]
     screened: bool  # whether codes of the LM head were read instead of the head
+
+
+class StampedPrompts(NamedTuple):
+    """Passes over prompts, each a few calls, seen from inside."""
+
+    us: list[float]  # of each pass
+    calls: list[tuple[Tensor, list[Moment]]]  # of the median: nanoseconds [thread, 1 + moment] from a call's begin on
 
 
 class Counts(NamedTuple):
@@ -208,6 +211,10 @@ class Method(ABC):
 
     def stamped(self, prompts: Any, tokens: int, runs: int) -> Stamped | None:
         """Launches of so many tokens, behind one that is not counted; None where a launch is not many tokens."""
+        return None
+
+    def stamped_prompts(self, prompts: Any, runs: int) -> StampedPrompts | None:
+        """Passes over the prompts, behind one that is not counted; None where they are seen from outside."""
         return None
 
     # --- what it takes ------------------------------------------------------------------------------------------------

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from warpline.bench.methods.base import COMPILE_SECONDS, Counts, InInt8, Method, Moments, Stamped, Watcher
+from warpline.bench.methods.base import (
+    COMPILE_SECONDS,
+    Counts,
+    InInt8,
+    Method,
+    Moment,
+    Stamped,
+    StampedPrompts,
+    Watcher,
+)
 from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
 from warpline.config import EngineConfig, SamplingParams
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
     from warpline.engine.executors.graph.schedule import OpCall
 
 #: What the cpu executor's work on a phase is called among operators.
-CPU_CALL = "warpline_cpu_{}"
 
 
 @functools.cache
@@ -262,46 +269,38 @@ class OnCpu(OnExecutor):
     devices = ("cpu",)
     startup_seconds = 3.0
 
-    def __init__(self, weights: Weights, case: Case, device: torch.device):
-        super().__init__(weights, case, device)
-        self._seen = ExitStack()  # what a step that is watched is inside of
-
-    def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
-        """With the last step it ends."""
-        with self._seen:
-            return super().generate(prompts, new)
-
-    @contextmanager
-    def watch(self, watcher: Watcher) -> Iterator[None]:
-        """Of compiled code nothing is seen from outside but that it runs: each step has a name among torch's
-        operators."""
-
-        def mark(phase: str) -> None:
-            self._seen.close()
-            if phase == "decode" or self._pass == 0:
-                watcher.step()
-            self._seen.enter_context(record_function(CPU_CALL.format(phase)))
-
-        with self._executor.trace(mark):
-            yield
-
     def stamped(self, prompts: Sequence[np.ndarray], tokens: int, runs: int) -> Stamped:
         """Each call by the host's clock."""
         from warpline.engine.executors.cpu.executor import CpuExecutor
-        from warpline.kernels.cpu import words
 
         assert isinstance(self._executor, CpuExecutor)
         us = []
         for _ in range(1 + runs):  # the first warms up
             slots, lanes = self._prompted(prompts, 1 + tokens)
-            with self._executor.stamped(slots, tokens) as clocks:
+            with self._executor.stamped(slots, tokens) as calls:
                 begun = time.perf_counter()
                 self._executor.decode(slots, lanes, tokens)
                 us.append(1e6 * (time.perf_counter() - begun) / tokens)
             screened = self._executor.screens(slots, lanes)
             self._release(slots, lanes)
-        moments = Moments(words.FIRST_MOMENTS, words.LAYER_MOMENTS, words.LAST_MOMENTS)
-        return Stamped(us[1:], torch.from_numpy(clocks.copy()), moments, screened)
+        clocks, moments = calls[-1]
+        return Stamped(us[1:], torch.from_numpy(clocks[:, 1:]), moments, screened)
+
+    def stamped_prompts(self, prompts: Sequence[np.ndarray], runs: int) -> StampedPrompts:
+        """From requests to their first tokens, by the host's clock."""
+        from warpline.engine.executors.cpu.executor import CpuExecutor
+
+        assert isinstance(self._executor, CpuExecutor)
+        self.generate(prompts, 1)
+        assert self._slots is not None
+        found = []
+        for _ in range(runs):
+            with self._executor.stamped(self._slots) as calls:
+                begun = time.perf_counter()
+                self.generate(prompts, 1)
+                found.append((1e6 * (time.perf_counter() - begun), calls))
+        _, median = sorted(found, key=lambda run: run[0])[runs // 2]
+        return StampedPrompts([us for us, _ in found], [(torch.from_numpy(clocks), names) for clocks, names in median])
 
 
 class OnCpuInt8(InInt8, OnCpu):
@@ -361,7 +360,8 @@ class OnPersistent(OnExecutor):
                 launches.append((begin, end))
             seen = clocks.cpu()
         us = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]]
-        return Stamped(us, seen, Moments((), LAYER_STAMPS, TOKEN_STAMPS), screened)
+        layers: list[Moment] = [(m, layer) for layer in range(self.weights.config.n_layer) for m in LAYER_STAMPS]
+        return Stamped(us, seen, layers + [(m, None) for m in TOKEN_STAMPS], screened)
 
 
 class OnPersistentInt8(InInt8, OnPersistent):

@@ -332,6 +332,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         private = at[Word.PRIVATE.value] + 4 * me * at[Word.PRIVATE_SIZE.value]
         stages = matrix(words + 8 * _WORDS, INT64, at[Word.STAGES.value], _STAGE)
         base, steps = 0, 0  # pieces before the stage; steps taken
+        note(at, me)
         if drafts > 0:
             if claim(at, 1) == 0:
                 plan(at)

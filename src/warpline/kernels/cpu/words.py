@@ -107,20 +107,19 @@ RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.NOT_FINITE)
 SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.LEFT, Word.STOP, Word.HALT)
 
 
-def _moments(*stages: str) -> tuple[str, ...]:
-    return tuple(moment for stage in stages for moment in (stage, f"{stage.partition(':')[0]}: others awaited"))
-
-
-#: Moments of a step at which threads write their clocks: at its begin, of each layer, at its end.
-FIRST_MOMENTS = _moments("embedding: embeddings looked up")
-LAYER_MOMENTS = _moments(
+#: What the stages of a call do, as a profile names it: the layers' in their order, and those before and behind them.
+EMBEDDING_STAGE = "embedding: embeddings looked up"
+LAYER_STAGES = (
     "qkv: normalised, multiplied",
+    "cache: keys and values stored",
     "attention: computed",
     "out: multiplied",
     "fc: normalised, multiplied",
     "proj: multiplied",
 )
-LAST_MOMENTS = _moments("head: normalised, multiplied", "token: sampled")
+HEAD_STAGE, TOKEN_STAGE = "head: normalised, multiplied", "token: sampled"
+#: A thread writes its clock at the end of its own work on a stage, and when all threads have finished it.
+AWAITED = "{}: others awaited"
 
 
 class Begin(_Indices):

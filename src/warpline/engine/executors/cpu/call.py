@@ -7,7 +7,7 @@ words are made once for given slots, with room for as many rows as these can eve
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,19 @@ from warpline.kernels.cpu.sizes import (
     attending,
     row_bytes,
 )
-from warpline.kernels.cpu.words import RECORD, SHARED, Begin, Form, Stage, Word
+from warpline.kernels.cpu.words import (
+    AWAITED,
+    EMBEDDING_STAGE,
+    HEAD_STAGE,
+    LAYER_STAGES,
+    RECORD,
+    SHARED,
+    TOKEN_STAGE,
+    Begin,
+    Form,
+    Stage,
+    Word,
+)
 from warpline.model.quantise import SCALE
 from warpline.model.screen import Screen
 
@@ -44,6 +56,14 @@ BEHIND_KEYS, BEHIND_ATTENTION = -5, -4
 ALONE = 4
 #: Tokens of prompts that go through the stages at once: a multiple of the rows of a block (panels.py).
 PROMPT_ROWS = 132
+
+
+class Stamps(NamedTuple):
+    """Clocks of threads in one call: [thread, moment], in nanoseconds, the first one at its begin; and what is done
+    before each of the others, in which layer, of one step."""
+
+    clocks: np.ndarray
+    moments: list[tuple[str, int | None]]
 
 
 class Call:
@@ -150,6 +170,7 @@ class Call:
         self._words = np.array([_word(told.get(word, 0)) for word in Word] + [word for s in stages for word in s])
         self._rows: tuple[int, ...] = ()
         self._lane_count = 0
+        self._clocks: np.ndarray | None = None
 
     def newest(self, slots: Slots, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
         """Have it told so many steps of these lanes; gives the address. `screens`: no row asks for more than its
@@ -176,13 +197,36 @@ class Call:
         self._tell_logprobs(slots, lanes)
         return self._told(lanes, Begin.READY, self._stages + first, self._stages, 1, len(lanes), True, screens)
 
-    def stamp(self, moments: int) -> np.ndarray | None:
-        """Have the threads write their clocks at so many moments of every call from now on; 0 ends that. A row for each
-        thread: how many it has written, the clocks, and room of its own."""
-        clocks = np.zeros((self._threads, moments + 3), np.int64) if moments else None
-        self._clocks = clocks
-        self._words[Word.CLOCKS], self._words[Word.MOMENTS] = _word(0 if clocks is None else clocks), moments
-        return clocks
+    def stamp(self, steps: int) -> None:
+        """Have the threads write their clocks during the next call, of at most so many steps; 0: during none."""
+        moments = 1 + steps * 2 * (self._stages + 2)
+        # A row for each thread: how many it has written, the clocks, and two words for the clock itself.
+        self._clocks = np.zeros((self._threads, moments + 3), np.int64) if steps else None
+        words, clocks = self._words, self._clocks
+        words[Word.CLOCKS], words[Word.MOMENTS] = _word(0 if clocks is None else clocks), moments
+
+    def stamped(self) -> Stamps:
+        """The clocks of the last call."""
+        assert self._clocks is not None
+        moments = self._moments()
+        count = int(self._clocks[0, 0])
+        return Stamps(self._clocks[:, 1 : 1 + count].copy(), moments)
+
+    def _moments(self) -> list[tuple[str, int | None]]:
+        """What a thread does before each clock that it writes in a step, behind the one at the begin, and the layer."""
+        words = self._words
+        newest = words[Word.BEGIN] == Begin.NEWEST
+        stages: list[tuple[str, int | None]] = [] if words[Word.BEGIN] == Begin.READY else [(EMBEDDING_STAGE, None)]
+        for number in range(words[Word.FIRST], words[Word.LAST]):
+            layer, which = divmod(number, len(LAYER_STAGES))
+            name = LAYER_STAGES[which]
+            if number == self._stages - 1:
+                stages.append((HEAD_STAGE, None))
+            elif not (newest and name.startswith("cache")):  # attention stores those of newest tokens itself
+                stages.append((name, layer))
+        if words[Word.CHOOSES]:
+            stages.append((TOKEN_STAGE, None))
+        return [(m, layer) for stage, layer in stages for m in (stage, AWAITED.format(stage.partition(":")[0]))]
 
     def counted(self) -> Drafted:
         """What came of drafts since the last time, and steps of the last call."""

@@ -19,7 +19,7 @@ from warpline import hardware
 from warpline.config import ACTIVATIONS, KV_DTYPES, WEIGHT_BYTES, EngineConfig, ModelConfig
 from warpline.engine.clock import Drafted
 from warpline.engine.executors.base import Executor
-from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, PROMPT_ROWS, Call
+from warpline.engine.executors.cpu.call import BEHIND_ATTENTION, BEHIND_KEYS, PROMPT_ROWS, Call, Stamps
 from warpline.engine.executors.cpu.forms import in_panels, padded, panelled
 from warpline.engine.executors.cpu.table import load, path_of, save
 from warpline.engine.executors.sampling import advance
@@ -28,7 +28,6 @@ from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.kernels.cpu import library
 from warpline.kernels.cpu.team import Team
-from warpline.kernels.cpu.words import FIRST_MOMENTS, LAST_MOMENTS, LAYER_MOMENTS
 from warpline.model.screen import Screen
 from warpline.model.weights import Weights
 
@@ -70,6 +69,8 @@ class CpuExecutor(Executor):
             self._screen = replace(found, codes=in_panels(found.codes), scale=padded(found.scale))
         self._table: np.ndarray | None = None
         self._calls: weakref.WeakKeyDictionary[Slots, Call] = weakref.WeakKeyDictionary()
+        self._stamps: list[Stamps] | None = None  # of calls that are watched, of at most so many steps each
+        self._stamped_steps = 1
 
     @classmethod
     def start_compiling(cls, config: ModelConfig, dtype: str) -> None:
@@ -100,7 +101,7 @@ class CpuExecutor(Executor):
             source = [i for i, span in enumerate(ends) for _ in span.lanes]  # the end that each lane follows from
             call.x[: len(lanes)], call.attended[: len(lanes)] = x[source], attended[source]
             screens = self.screens(slots, lanes)
-            self._run(lambda: call.ready(slots, lanes, first=BEHIND_ATTENTION, screens=screens))
+            self._run(call, lambda: call.ready(slots, lanes, first=BEHIND_ATTENTION, screens=screens))
 
     def _through_layers(self, call: Call, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """Keys and values of the spans' tokens; of the last token of each span that names lanes, the rows that the last
@@ -114,7 +115,7 @@ class CpuExecutor(Executor):
             here = slice(first, first + PROMPT_ROWS)
             ending = torch.from_numpy(last[(last >= here.start) & (last < here.stop)] - first)
             end = BEHIND_ATTENTION if len(ending) else BEHIND_KEYS
-            self._run(partial(call.given, slots[here].tolist(), positions[here], end=end))
+            self._run(call, partial(call.given, slots[here].tolist(), positions[here], end=end))
             found.append((call.x[ending], call.attended[ending]))
         x, attended = (torch.cat(parts) for parts in zip(*found, strict=True))
         return x, attended
@@ -125,7 +126,7 @@ class CpuExecutor(Executor):
         for _ in range(0, n, max(at_once, 1)):
             self._reached("decode")
             screens = self.screens(slots, lanes)
-            self._run(partial(call.newest, slots, lanes, at_once, chooses=True, screens=screens))
+            self._run(call, partial(call.newest, slots, lanes, at_once, chooses=True, screens=screens))
             if call.halts:
                 break
 
@@ -151,30 +152,33 @@ class CpuExecutor(Executor):
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """The logits; nothing else of a step is left afterwards."""
         call = self._call(slots)
-        self._run(lambda: call.newest(slots, lanes, 1, chooses=False))
+        self._run(call, lambda: call.newest(slots, lanes, 1, chooses=False))
         logits = call.logits[: len(lanes)].clone()
         with torch.inference_mode():
             advance(slots, lanes, logits)
         return {"logits": logits}
 
     @contextmanager
-    def stamped(self, slots: Slots, steps: int) -> Iterator[np.ndarray]:
-        """While this is open, threads write their clocks at the moments of the first so many steps: [thread, moment],
-        as they are when it ends."""
-        call = self._call(slots)
-        moments = len(FIRST_MOMENTS) + len(LAYER_MOMENTS) * self.config.n_layer + len(LAST_MOMENTS)
-        clocks = call.stamp(steps * moments)
-        assert clocks is not None
+    def stamped(self, slots: Slots, steps: int = 1) -> Iterator[list[Stamps]]:
+        """While this is open, threads write their clocks in every call, of at most so many steps; each call's are added
+        to the list."""
+        self._call(slots)
+        self._stamps, self._stamped_steps = [], steps
         try:
-            yield clocks[:, 1:-2]
+            yield self._stamps
         finally:
-            call.stamp(0)
+            self._stamps = None
 
-    def _run(self, told: Callable[[], int]) -> None:
+    def _run(self, call: Call, told: Callable[[], int]) -> None:
         """Have the team do what it is told, at the address that `told` gives: it meets for one thing at a time."""
         with self._alone:
+            if self._stamps is not None:
+                call.stamp(self._stamped_steps)
             address, function = told(), self._program.function()
             self._team.run(lambda me: function(me, address))
+            if self._stamps is not None:
+                self._stamps.append(call.stamped())
+                call.stamp(0)
 
     def _call(self, slots: Slots) -> Call:
         if (call := self._calls.get(slots)) is None:
@@ -194,7 +198,7 @@ class CpuExecutor(Executor):
             for count in (1, 1 + rows):
                 told = partial(call.given, [slots.parking] * count, np.arange(count), screens=self._screen is not None)
                 begun = time.perf_counter()
-                self._run(told)
+                self._run(call, told)
                 taken[count] = min(taken.get(count, math.inf), time.perf_counter() - begun)
         price = MARGIN * (taken[1 + rows] / taken[1] - 1) / rows if rows else MOST_PRICE
         return min(max(price, LEAST_PRICE), MOST_PRICE)
