@@ -28,7 +28,7 @@ help:
 	@echo "make check    ruff (lint and format), strict mypy, hadolint"
 	@echo "make docker   build an image that serves, with docker"
 	@echo "make format   let ruff rewrite what it can"
-	@echo "make readme   regenerate the tables in docs/ from results/"
+	@echo "make readme   regenerate tables, reference pages and drawings in docs/ from results/ and the code"
 	@echo "make docs     build the documentation site into site/"
 	@echo "make clean    remove $(VENV) and caches"
 
