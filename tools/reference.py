@@ -34,7 +34,7 @@ def _commands(command: Any, path: str, parent: Any) -> Iterator[str]:
     if inner is None:
         yield _page(command, path, context)
         return
-    if parent is not None:
+    if parent is not None and not hasattr(command, "DEFAULT"):
         yield f"## {path}\n\n{_prose(command.help)}"
     for name, child in inner.items():
         # A group's default command is called by the group's own name.

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md do what they say: the op compiles and is right, the executor writes torch's tokens."""
+"""The examples of CONTRIBUTING.md hold: the op compiles and is right, the executor writes torch's tokens."""
 
 from __future__ import annotations
 

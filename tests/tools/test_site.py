@@ -86,6 +86,8 @@ def test_commands_and_settings_are_all_there() -> None:
         assert f"\n## warpline {command.name}\n" in f"\n{text}"
     for line in ("## warpline bench", "### warpline bench serve", "### warpline kernels compile"):
         assert f"{line}\n" in text
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(headings) == len(set(headings))
     assert "| `--max-new-tokens`, `--max-tokens`, `--new-tokens` | `256` | Tokens to generate at most. |" in text
     settings = reference.settings()
     for name in warpline.SamplingParams.__dataclass_fields__:
