@@ -193,7 +193,7 @@ readme: $(VENV)/.dev
 
 # A warning, such as a link to nowhere, is an error.
 docs: $(VENV)/.docs
-	$(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "The site is in site/: open site/index.html, or call $(BIN)/python -m mkdocs serve"
 
 clean:

@@ -38,6 +38,12 @@ def blocks(*kinds: str) -> list[tuple[str, str]]:
     return [(kind, text) for kind, text in BLOCK.findall(TEXT) if kind in kinds]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/python.md"])
+def test_python_of_other_pages(page: str, tmp_path: Path) -> None:
+    (code,) = [text for kind, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if kind == "python"]
+    assert len(run(["-c", code], tmp_path).split()) > 20
+
+
 def test_commands_and_python(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     commands = [line[2:] for _, text in blocks("console") for line in text.splitlines() if line.startswith("$ ")]

@@ -54,7 +54,7 @@ def t4() -> str:
         "weights of a token read once. The lower figure has the share of the limit that `persistent` reaches with the",
         f"same model on the {here}, the higher one that of the largest model there ({100 * most:.0f} %): bytes take a",
         f"T4 {slower:.0f} times as long, so that all else counts for less. The path for its generation (sm_75) is",
-        "compiled, and runs on newer GPUs; nobody has timed it on a T4.",
+        "compiled, and runs on newer GPUs; it has not been timed on a T4.",
     ])  # fmt: skip
     head = (
         "| model | MB a token | limit, tok/s | projected tok/s | published elsewhere |\n| --- | --- | --- | --- | --- |"
@@ -100,6 +100,8 @@ def calls() -> str:
         "",
         f"GPT-2 124M with random weights: three rows on one {gpu['device']} in {gpu['dtype']}, two on an"
         f" {host['device']} with {host['threads']} threads.",
+        f"The first row is {gpu['percent_of_limit']:.0f} % of what the GPU's memory allows, the fourth"
+        f" {host['percent_of_limit']:.0f} % of what the CPU's does.",
     ])  # fmt: skip
 
 

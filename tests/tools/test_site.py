@@ -100,3 +100,9 @@ def test_every_entry_of_the_log_begins_with_its_conclusion() -> None:
     entries = [line for line in reference.contents().splitlines() if line.startswith("- ")]
     assert len(entries) > 50
     assert not [line for line in entries if "): " not in line]
+
+
+def test_lines_of_the_log_are_short() -> None:
+    """But for tables, headings and the table of contents, which is made."""
+    _, _, text = reference.LOG.read_text(encoding="utf-8").partition("<!-- end contents -->")
+    assert not [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "#"))]
