@@ -47,7 +47,6 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
     done = build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stderr[-3000:]
     front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
