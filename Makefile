@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve browser test test-transformers test-hf-suite test-ray test-gpu sanitize bench-cpu bench-gpu bench-servers ladder-gpu tune-gpu profile-cpu profile-gpu \
-	mutants check docker format readme clean
+	mutants check docker format readme docs clean
 
 help:
 	@echo "make demo     write a short story (creates $(VENV) on first use)"
@@ -28,7 +28,8 @@ help:
 	@echo "make check    ruff (lint and format), strict mypy, hadolint"
 	@echo "make docker   build an image that serves, with docker"
 	@echo "make format   let ruff rewrite what it can"
-	@echo "make readme   regenerate the tables in docs/ from results/"
+	@echo "make readme   regenerate tables, reference pages and drawings in docs/ from results/ and the code"
+	@echo "make docs     build the documentation site into site/"
 	@echo "make clean    remove $(VENV) and caches"
 
 demo: $(VENV)/.core
@@ -190,8 +191,13 @@ format: $(VENV)/.dev
 readme: $(VENV)/.dev
 	$(BIN)/python -m tools.readme
 
+# A warning, such as a link to nowhere, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "The site is in site/: open site/index.html, or call $(BIN)/python -m mkdocs serve"
+
 clean:
-	rm -rf $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The stamps depend on pyproject.toml alone: an editable install needs no repetition when code changes.
 $(BIN)/python:
@@ -213,7 +219,12 @@ $(VENV)/.serve: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "Installing warpline and its development tools into $(VENV) (once)"
 	$(PIP) install --progress-bar on -e ".[dev]"
-	@touch $@ $(VENV)/.core $(VENV)/.serve
+	@touch $@ $(VENV)/.core $(VENV)/.serve $(VENV)/.docs
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	@echo "Installing warpline and what builds its documentation into $(VENV) (once)"
+	$(PIP) install --progress-bar on -e ".[docs]"
+	@touch $@ $(VENV)/.core
 
 $(VENV)/.ray: $(VENV)/.dev
 	@echo "Installing Ray into $(VENV) (once)"

@@ -135,13 +135,3 @@ def where_we_lose() -> str:
     """From the rows in which somebody else is ahead."""
     lines = [f"- {named(rows[0])}: {line}." for rows in machines().values() for line in report.losses(rows)]
     return "\n".join(lines) or "Nowhere, in the rows there are."
-
-
-def summary() -> str:
-    """The reference workload on the machine that the README shows, and many requests at once, where that was
-    measured."""
-    machine, model, dtype = SHOWN
-    mine = [row for row in machines()[machine] if (row["model"], row["dtype"]) == (model, dtype)]
-    rows = [row for name in (DRAWN, "throughput") for row in mine if row["workload"] == name]
-    picture = next(name for name in drawn() if name.startswith(f"bench-{machine}-{DRAWN}") and f"-{dtype}-" in name)
-    return f"![Tokens per second of every method](docs/images/{picture})\n\n{report.markdown(rows)}"

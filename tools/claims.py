@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from tools.benchmarks import DRAWN, SHOWN, machines
+import json
+
+from tools.benchmarks import DRAWN, ROOT, SHOWN, machines
 from warpline.bench import report
 from warpline.bench.methods.names import HEADLINE
+from warpline.bench.report import Row
 from warpline.hardware import known_gpu
 from warpline.model import cost
 from warpline.model.weights import read_config
@@ -12,6 +15,17 @@ from warpline.model.weights import read_config
 #: What others have published for gpt2 on a T4, tokens per second.
 PUBLISHED_T4 = {"random:gpt2": "206 (fp16, torch.compile), 426 (a derivative of llm.c with a KV cache)"}
 PEERS = {"onnxruntime": "ONNX Runtime", "ctranslate2": "CTranslate2", "hf-sdpa": "`transformers`"}
+#: What the README calls the methods of others.
+TITLES = {
+    **PEERS,
+    "static-kv-compile": "PyTorch: static KV cache, `torch.compile`",
+    "ctranslate2-int8": "CTranslate2, int8",
+}
+#: Servers side by side (tools/servers.py), ours first, and how many requests they get at once.
+SERVERS = (
+    "warpline fp32", "llama-cpp-python f32", "transformers serve fp32", "warpline int8", "llama-cpp-python q8_0",
+)  # fmt: skip
+STREAMS = 8
 
 
 def t4() -> str:
@@ -40,7 +54,7 @@ def t4() -> str:
         "weights of a token read once. The lower figure has the share of the limit that `persistent` reaches with the",
         f"same model on the {here}, the higher one that of the largest model there ({100 * most:.0f} %): bytes take a",
         f"T4 {slower:.0f} times as long, so that all else counts for less. The path for its generation (sm_75) is",
-        "compiled, and runs on newer GPUs; nobody has timed it on a T4.",
+        "compiled, and runs on newer GPUs; it has not been timed on a T4.",
     ])  # fmt: skip
     head = (
         "| model | MB a token | limit, tok/s | projected tok/s | published elsewhere |\n| --- | --- | --- | --- | --- |"
@@ -49,7 +63,105 @@ def t4() -> str:
 
 
 def cpu() -> str:
-    """What the README says of a machine without a GPU: the newest run with the public call in both dtypes."""
+    """What the page on CPUs says first: the newest run with the public call in both dtypes."""
+    run = _cpu_run()
+    speed = {name: f"{row['tokens_per_second']:.0f}" for name, row in run.items()}
+    theirs = [
+        f"{title} {speed[name]}" + (f" (in int8 {speed[f'{name}-int8']})" if f"{name}-int8" in speed else "")
+        for name, title in PEERS.items()
+        if name in speed
+    ]
+    one = run[HEADLINE]
+    return "\n".join([
+        f"GPT-2 124M on an {one['device']} with {one['threads']} threads, one run, prompt {one['prompt']},"
+        f" {one['new']} new tokens, tokens per second:",
+        f"{speed[f'{HEADLINE}-int8']} in int8 and {speed[HEADLINE]} in fp32; of others {', '.join(theirs)}.",
+    ])  # fmt: skip
+
+
+def calls() -> str:
+    """The table of the README: what a user calls, and what they would use instead, each pair from one run."""
+    one, many, mix = (_gpu_run(*case) for case in ((DRAWN, 1), ("batch", 64), ("throughput", None)))
+    cpu = _cpu_run()
+    int8 = f"{HEADLINE}-int8"
+    lines = [
+        _call("`LLM.generate`, one prompt", one[HEADLINE], _peer(one)),
+        _call("`LLM.generate`, 64 prompts at once", many[HEADLINE], _peer(many)),
+        _call(f"`LLM.generate`, {mix[HEADLINE]['batch']:,} prompts of unequal length", mix[HEADLINE], _peer(mix)),
+        _call("`LLM.generate` on a CPU, fp32", cpu[HEADLINE], cpu["onnxruntime"]),
+        _call("`LLM.generate` on a CPU, int8", cpu[int8], cpu["ctranslate2-int8"]),
+    ]
+    gpu, host = one[HEADLINE], cpu[HEADLINE]
+    titles = "| what you call | prompt + new tokens | tokens/s | instead | tokens/s | |"
+    return "\n".join([
+        titles,
+        "| --- | --- | ---: | --- | ---: | ---: |",
+        *lines,
+        "",
+        f"GPT-2 124M with random weights: three rows on one {gpu['device']} in {gpu['dtype']}, two on an"
+        f" {host['device']} with {host['threads']} threads.",
+        f"The first row is {gpu['percent_of_limit']:.0f} % of what the GPU's memory allows, the fourth"
+        f" {host['percent_of_limit']:.0f} % of what the CPU's does.",
+    ])  # fmt: skip
+
+
+def served() -> str:
+    """Our HTTP server and others', the newest run of `make bench-servers`, eight streams at once."""
+    found = [json.loads(line) for line in (ROOT / "results" / "cpu" / "serve.jsonl").read_text().splitlines()]
+    rows = [row for row in found if row["label"] in SERVERS and row["max_concurrency"] == STREAMS]
+    newest = max((row for row in rows if row["label"] == SERVERS[0]), key=lambda row: row["time"])
+    alike = ("source", "device", "model", "input_len", "output_len")
+    run = [row for row in rows if all(row[name] == newest[name] for name in alike)]
+    last = {row["label"]: row for row in sorted(run, key=lambda row: row["time"])}
+    lines = [
+        f"| {label} | {last[label]['output_throughput']:,.1f} | {last[label]['median_ttft_ms']:,.0f} |"
+        for label in SERVERS
+        if label in last
+    ]
+    shape = f"{newest['input_len']} + {newest['output_len']} tokens"
+    return "\n".join([
+        f"{newest['device']}, gpt2's shape, {shape}, {STREAMS} requests at once, {newest['time'][:10]}:",
+        "",
+        "| server | tokens/s | first token, median ms |",
+        "| --- | ---: | ---: |",
+        *lines,
+    ])  # fmt: skip
+
+
+def _call(name: str, ours: Row, peer: Row) -> str:
+    shape = f"{ours['prompt']} + {ours['new']}"
+    factor = ours["tokens_per_second"] / peer["tokens_per_second"]
+    other = TITLES.get(peer["method"], f"`{peer['method']}`")
+    if "padded_batch" in peer:
+        other += f", padded batches of {peer['padded_batch']}"
+    return (
+        f"| {name} | {shape} | **{ours['tokens_per_second']:,.0f}** | {other} | {peer['tokens_per_second']:,.0f}"
+        f" | {factor:.1f}× |"
+    )
+
+
+def _peer(run: dict[str, Row]) -> Row:
+    found = report.yardsticks(list(run.values()))[1]
+    assert found is not None
+    return found
+
+
+def _gpu_run(workload: str, batch: int | None) -> dict[str, Row]:
+    """The methods of one case on the machine of the README; without a batch, the only one there is."""
+    machine, model, dtype = SHOWN
+    wanted = (workload, model, dtype)
+    rows = [row for row in machines()[machine] if (row["workload"], row["model"], row["dtype"]) == wanted]
+    cases = [
+        {row["method"]: row for row in group if row["status"] == "ok"}
+        for group in report.grouped(rows).values()
+        if batch in (None, group[0]["batch"])
+    ]
+    if not cases or HEADLINE not in cases[0]:
+        raise SystemExit(f"the newest run of {workload} has no time of {HEADLINE}")
+    return cases[0]
+
+
+def _cpu_run() -> dict[str, Row]:
     wanted = (DRAWN, SHOWN[1], "fp32", 1)
     runs = [
         {row["method"]: row for row in group if row["status"] == "ok"}
@@ -58,40 +170,6 @@ def cpu() -> str:
         for group in report.grouped(rows).values()
         if tuple(group[0][name] for name in ("workload", "model", "dtype", "batch")) == wanted
     ]
-    run = max(
+    return max(
         (run for run in runs if {HEADLINE, f"{HEADLINE}-int8"} <= run.keys()), key=lambda run: run[HEADLINE]["time"]
     )
-    speed = {name: f"{row['tokens_per_second']:.0f}" for name, row in run.items()}
-    theirs = [
-        f"{title} {speed[name]}" + (f" (in int8 {speed[f'{name}-int8']})" if f"{name}-int8" in speed else "")
-        for name, title in PEERS.items()
-        if name in speed
-    ]
-    one = run[HEADLINE]
-    shape = f"{one['threads']} threads, one run, prompt {one['prompt']}, {one['new']} new tokens, tokens per second"
-    return "\n".join([
-        "- **No GPU?** Then a team of threads decodes, compiled for your CPU on first use, from fp32, half precision",
-        f"  or int8 weights. GPT-2 124M on {shape}:",
-        f"  {speed[f'{HEADLINE}-int8']} in int8 and {speed[HEADLINE]} in fp32; of others {', '.join(theirs)}.",
-        "  [How, and what int8 costs](docs/cpu.md).",
-    ])  # fmt: skip
-
-
-def lead() -> str:
-    """What the README says first of speed."""
-    machine, model, dtype = SHOWN
-    rows = [
-        row
-        for row in machines()[machine]
-        if (row["workload"], row["model"], row["dtype"], row["batch"]) == (DRAWN, model, dtype, 1)
-        and row["status"] == "ok"
-    ]
-    ours, peer = next(row for row in rows if row["method"] == HEADLINE), report.yardsticks(rows)[1]
-    assert peer is not None
-    return "\n".join([
-        f"GPT-2 124M, random weights, prompt {ours['prompt']}, {ours['new']} new tokens, batch 1, one",
-        f"{ours['device']}, one run: `LLM.generate`, from ids to text, writes",
-        f"**{ours['tokens_per_second']:,.0f} tokens/s**, {ours['percent_of_limit']:.0f} % of what memory allows, and",
-        f"`{peer['method']}`, the fastest PyTorch we know how to write, {peer['tokens_per_second']:,.0f}.",
-        "`persistent` and `graph` are executors, on which it runs.",
-    ])  # fmt: skip

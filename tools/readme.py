@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import benchmarks, claims, ladders, profiles, scaling, tuning
+from tools import benchmarks, claims, drawings, ladders, profiles, reference, scaling, tuning
 from warpline import LLM, SamplingParams
 from warpline.bench.kernels import rates
 from warpline.bench.rows import stamp
@@ -136,7 +136,10 @@ def samples() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "speed": claims.lead, "bench": benchmarks.summary, "cpu": claims.cpu},
+    "README.md": {"calls": claims.calls},
+    "docs/cpu.md": {"cpu": claims.cpu},
+    "docs/serving.md": {"servers": claims.served},
+    "docs/tutorial.md": {"demo": demo},
     "docs/benchmarks.md": {
         "bench workloads": benchmarks.workloads,
         "bench losses": benchmarks.where_we_lose,
@@ -151,6 +154,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     **{ladders.PAGE.format(name): {"climb": functools.partial(ladders.measured, name)} for name in LADDERS},
     "docs/stories.md": {"samples": samples},
+    "docs/log.md": {"contents": reference.contents},
+    "docs/reference/commands.md": {"commands": reference.commands},
+    "docs/reference/settings.md": {"settings": reference.settings},
     "docs/profiling.md": {
         "profile story": profiles.story,
         "profile methods": profiles.methods,
@@ -192,6 +198,7 @@ def main() -> None:
     tuning.draw()
     profiles.draw()
     scaling.draw()
+    drawings.draw()
     tuning.ship()
     for page in PAGES:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")

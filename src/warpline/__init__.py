@@ -12,7 +12,8 @@ if TYPE_CHECKING:  # importing typing takes longer than all of this
     from typing import Any
 
     from warpline.config import EngineConfig, ModelConfig, SamplingParams
-    from warpline.engine.llm import LLM, Stream
+    from warpline.engine.llm import LLM
+    from warpline.engine.stream import Stream
     from warpline.engine.text import Completion, Timings, TokenLogprob
     from warpline.errors import WarplineError
 
@@ -20,7 +21,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "warpline.engine.llm",
-    "Stream": "warpline.engine.llm",
+    "Stream": "warpline.engine.stream",
     "Completion": "warpline.engine.text",
     "Timings": "warpline.engine.text",
     "TokenLogprob": "warpline.engine.text",

@@ -60,7 +60,31 @@ def _require_window(window: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a GPT-2. Field names are those of the checkpoints' config.json."""
+    """The shape of a GPT-2. Field names are those of the checkpoints' config.json.
+
+    Args:
+        vocab_size: Tokens that the model knows.
+        n_positions: Positions of its context, prompt and new tokens together.
+        n_embd: Width of the residual row.
+        n_layer: Layers.
+        n_head: Heads of attention in a layer; they divide `n_embd`.
+        n_inner: Width of the MLP; None is four times `n_embd`.
+        activation_function: Of the MLP, by its Hugging Face name.
+        layer_norm_epsilon: What LayerNorm adds to the variance.
+        scale_attn_weights: Whether scores are divided by the square root of a head's width.
+        scale_attn_by_inverse_layer_idx: Whether they are divided by the number of the layer (from 1) as well.
+        tie_word_embeddings: Whether the LM head is the token embedding.
+        eos_token_id: The token that ends a text; None if there is none.
+
+    Examples:
+        >>> from warpline import ModelConfig
+        >>> small = ModelConfig(n_layer=2, n_embd=64, n_head=4)
+        >>> small.inner, small.head_size
+        (256, 16)
+        >>> ModelConfig(n_embd=64, n_head=5)
+        Traceback (most recent call last):
+        warpline.errors.ConfigError: n_embd 64 is not divisible by n_head 5
+    """
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -174,6 +198,22 @@ class SamplingParams:
 
     The order is repetition_penalty, then presence_penalty, frequency_penalty and logit_bias, min_tokens, temperature,
     top_k, top_p, min_p, as in `transformers` as far as that has them.
+
+    Args:
+        max_tokens: New tokens at most; the context may leave room for fewer.
+        min_tokens: New tokens before the end of text may come.
+        ignore_eos: Whether the end of text is a token like any other.
+
+    Examples:
+        >>> from warpline import LLM, SamplingParams
+        >>> llm = LLM("stories", device="cpu", dtype="fp32")
+        >>> greedy = SamplingParams(max_tokens=30, temperature=0, stop=["."])
+        >>> llm.generate("Once upon a time", greedy)[0].text
+        ', there was a little girl named Lily'
+        >>> drawn = SamplingParams(max_tokens=8, temperature=0.8, seed=5)
+        >>> one, two = (llm.generate("A frog", drawn)[0].text for _ in range(2))
+        >>> one == two
+        True
     """
 
     max_tokens: int = 256
@@ -279,7 +319,23 @@ def _checked_biases(given: Mapping[int, float] | Sequence[tuple[int, float]]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Where and how to run. "auto" picks what is best on this machine and says what it picked."""
+    """Where and how to run. "auto" picks what is best on this machine and says what it picked.
+
+    `LLM` takes the same fields as keywords.
+
+    Args:
+        device: "auto", "cpu", "cuda", or "cuda:1" and so on.
+        dtype: How weights are stored: "auto", "fp32", "fp16", "bf16" or "int8".
+        executor: "auto"; "cpu" on a CPU; "persistent", "graph" or "kernels" on a GPU; "torch" on both.
+
+    Examples:
+        >>> from warpline import EngineConfig
+        >>> EngineConfig(dtype="int8", threads=2).dtype
+        'int8'
+        >>> EngineConfig(threads=0)
+        Traceback (most recent call last):
+        warpline.errors.ConfigError: threads must be at least 1, not 0
+    """
 
     device: str = "auto"
     dtype: str = "auto"

@@ -6,12 +6,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from tests.bench.test_ladder_report import recorded
 from tests.profile.conftest import made_up
-from tools import benchmarks, ladders, profiles
+from tools import benchmarks, claims, drawings, ladders, profiles
 from tools.readme import PAGES, ROOT, regenerated
 from warpline.bench import ladder_report, rows
 from warpline.cli.profile import kept_name
@@ -29,7 +30,13 @@ def test_pages_are_not_stale(page: str) -> None:
 TYPED = ("log", "huggingface", "scale", "serving")
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        *(str(p.relative_to(ROOT)) for glob in ("*.md", "reference/*.md") for p in (ROOT / "docs").glob(glob)),
+    ],
+)
 def test_no_speed_is_typed_by_hand(page: str) -> None:
     """What is said of speed is made from results/, between the generator's marks."""
     if Path(page).stem in TYPED:
@@ -37,7 +44,7 @@ def test_no_speed_is_typed_by_hand(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     by_hand = re.sub(r"<!-- begin (.+?) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
     found = re.findall(r"[\d.,]+ ?(?:tok/s|tokens/s|µs|ms|GB/s|×)(?!\w)", by_hand)
-    assert found == (["10 µs"] if page == "README.md" else [])  # where the buckets of /metrics begin
+    assert found == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("*.jsonl")), ids=lambda path: path.name)
@@ -58,32 +65,42 @@ def test_pictures_are_not_stale() -> None:
     assert not [name for name, (_, rows) in wanted.items() if benchmarks.is_stale(name, rows)], "run: make readme"
 
 
-def test_the_readme_shows_what_a_user_calls_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest run with it, its row first, and many requests at once; before there is one, the newest with what all
-    are compared with."""
+def test_the_table_of_the_readme_compares_within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows, of the newest runs that have what a user calls; a newer run replaces both figures of its row."""
+    lines = claims.calls().splitlines()
+    assert sum(line.startswith("| `LLM.generate`") for line in lines) == 5
     real = benchmarks.recorded()
     machine, model, dtype = benchmarks.SHOWN
-    shown = [
-        r
-        for r in benchmarks.machines()[machine]
-        if (r["workload"], r["model"], r["dtype"]) == ("reference", model, dtype)
+    case = {"workload": "reference", "model": model, "dtype": dtype, "batch": 1}
+    ours = next(row for row in claims._gpu_run("reference", 1).values() if row["method"] == "warpline")
+    assert case.items() <= ours.items()
+    newer = [
+        ours | {"time": "2100-01-01", "tokens_per_second": 3000.0},
+        ours | {"time": "2100-01-01", "tokens_per_second": 1500.0, "method": "hf-sdpa", "seconds": 1.0},
     ]
-    before = next(row for row in shown if row["status"] == "ok")
-    assert shown[0]["method"] in ("naive", "warpline")
+    monkeypatch.setattr(benchmarks, "recorded", lambda: real | {machine: [*real[machine], *newer]})
+    changed = claims.calls().splitlines()
+    assert "| `LLM.generate`, one prompt | 16 + 100 | **3,000** | `transformers` | 1,500 | 2.0× |" in changed
+    assert changed[3:] == lines[3:]
+    newer += [ours | {"time": "2100-01-02", "status": "failed", "why": "x"}]
+    with pytest.raises(SystemExit, match="the newest run of reference has no time of warpline"):
+        claims.calls()
 
-    def row(method: str, day: int, **changes: object) -> dict[str, object]:
-        return before | {"method": method, "time": f"2100-01-{day:02}"} | changes
 
-    many = {"workload": "throughput", "kind": "throughput", "batch": 1024, "prompt": 225, "new": 202}
-    figures = {"requests_per_second": 500.0, "mean_lanes": 200.0, "idle_share": 0.01}
-    added = [row("warpline", 1), row("naive", 1), row("naive", 2), row("warpline", 3, status="failed", why="x")]
-    added += [row("warpline", 4, **many, **figures), row("hf-sdpa", 4, **many, padded_batch=64)]
-    monkeypatch.setattr(benchmarks, "recorded", lambda: real | {machine: [*real[machine], *added]})
-    text = benchmarks.summary()
-    assert "1,024 requests of about 225 + 202 tokens" in text
-    lines = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
-    assert lines[2:3] == ["| warpline"]
-    assert "64 padded" in text
+def test_servers_are_compared_within_a_run() -> None:
+    lines = [line for line in claims.served().splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == list(claims.SERVERS)
+
+
+def test_drawings_are_not_stale() -> None:
+    for name, make in drawings.DRAWINGS.items():
+        text = (drawings.IMAGES / name).read_text(encoding="utf-8")
+        assert text == make(), "run: make readme"
+        ElementTree.fromstring(text)
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
 
 
 def test_climbs_are_not_stale() -> None:

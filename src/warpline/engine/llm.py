@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -22,7 +21,9 @@ from warpline.engine.engine import Engine
 from warpline.engine.handle import Handle, Worker
 from warpline.engine.job import Job
 from warpline.engine.prefix import share_prefixes
+from warpline.engine.prompts import Prompt, as_list, joined, spread
 from warpline.engine.request import Request
+from warpline.engine.stream import Stream
 from warpline.engine.text import Completion, Text, Texts, Timings, TokenLogprob, watched
 from warpline.errors import ConfigError, one_of
 from warpline.model import cost, weights
@@ -31,9 +32,6 @@ from warpline.model.tokenizer import END_OF_TEXT
 from warpline.model.weights import Weights, explained_memory
 
 logger = logging.getLogger(__name__)
-
-#: A text, or token ids: a list, an array or a tensor of the host.
-Prompt = str | Sequence[int] | np.ndarray | torch.Tensor
 
 #: Sequences at once where `max_batch` is not given: at most so many, in at most this share of the free memory.
 MOST_SLOTS = {"cuda": 256, "cpu": 32}
@@ -52,8 +50,20 @@ def default_slots(config: ModelConfig, dtype: str, device: str, kv_dtype: str | 
 class LLM:
     """A GPT-2 ready to write. Any number of threads may call it: they share one running batch.
 
-    `model` is anything `warpline.model.weights.load` knows: "stories", "random:gpt2", a folder, a .safetensors file,
-    a hub id. The keywords are those of `EngineConfig`.
+    Args:
+        model: What `warpline.model.weights.load` knows: "stories" (inside the package), "random:gpt2", a folder, a
+            .safetensors file, or a name on the Hugging Face hub such as "gpt2".
+
+    The other arguments are the fields of `EngineConfig`.
+
+    Examples:
+        >>> from warpline import LLM
+        >>> llm = LLM("stories", device="cpu", dtype="fp32")
+        >>> llm
+        LLM('stories', device='cpu', dtype='fp32', executor='cpu')
+        >>> llm.config.n_layer
+        8
+        >>> llm.close()
     """
 
     def __init__(
@@ -148,12 +158,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete one or many prompts (texts or token ids): n completions for each, in the order of the prompts."""
-        many = _as_list(prompts)
+        """Complete one or many prompts (texts or token ids): n completions for each, in the order of the prompts.
+
+        Args:
+            prompts: A text, the token ids of one prompt, or a list of texts or of lists of ids.
+            params: One for all prompts, or one for each; without it the defaults of `SamplingParams`.
+
+        Examples:
+            >>> from warpline import LLM, SamplingParams
+            >>> llm = LLM("stories", device="cpu", dtype="fp32")
+            >>> greedy = SamplingParams(max_tokens=12, temperature=0)
+            >>> for completion in llm.generate(["Once upon a time", "The sun was"], greedy):
+            ...     print(completion.prompt + completion.text)
+            Once upon a time, there was a little girl named Lily. She loved to
+            The sun was shining brightly. Little Jack was playing in the garden. He
+        """
+        many = as_list(prompts)
         if not many:
             raise ConfigError("there is no prompt: give at least one")
         timings = Timings(self.config, self.dtype, self.kv_dtype)
-        pairs = self._requests(many, _spread(params, len(many)))
+        pairs = self._requests(many, spread(params, len(many)))
         texts = Texts(self.tokenizer, len(pairs))
         jobs = [Job(pair[1], timings=timings, arrays=arrays) for pair, arrays in zip(pairs, texts.arrays, strict=True)]
         stopping = {i: self._watch(job) for i, job in enumerate(jobs) if job.request.params.stops}
@@ -166,12 +190,38 @@ class LLM:
         return [self._complete(job, given, text) for job, (given, _), text in zip(jobs, pairs, found, strict=True)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt; iterate over the result for pieces of text as they come."""
+        """Complete one prompt; iterate over the result for pieces of text as they come.
+
+        A stream that is closed or forgotten ends its sequence. Where the pieces are cut is not promised.
+
+        Examples:
+            >>> from warpline import LLM, SamplingParams
+            >>> llm = LLM("stories", device="cpu", dtype="fp32")
+            >>> stream = llm.stream("Tom had a red", SamplingParams(max_tokens=6, temperature=0))
+            >>> "".join(stream)
+            ' wagon. He liked to play'
+            >>> stream.completion.finish_reason
+            'length'
+        """
         self._worker.require_open()
         return Stream(self, *self._followed(prompt, params))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
-        """Begin to complete one prompt and return at once."""
+        """Begin to complete one prompt and return at once.
+
+        What it returns has `result()` for the whole, is iterated over (`for` or `async for`) for pieces, and `cancel()`
+        ends it.
+
+        Examples:
+            >>> from warpline import LLM, SamplingParams
+            >>> llm = LLM("stories", device="cpu", dtype="fp32")
+            >>> handle = llm.submit("Tom had a red", SamplingParams(max_tokens=3, temperature=0))
+            >>> handle.result().text
+            ' wagon. He'
+            >>> handle.finished
+            True
+            >>> llm.close()
+        """
         job, text, given = self._followed(prompt, params)
         handle = Handle(self.engine, job, text, lambda s: self._complete(s, given, text.finish()))
         job.notify = handle.told
@@ -190,6 +240,13 @@ class LLM:
         """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
 
         The tokens go through the executor's own decode steps, so this measures what generates.
+
+        Examples:
+            >>> from warpline import LLM
+            >>> llm = LLM("stories", device="cpu", dtype="fp32")
+            >>> usual, odd = llm.score(["Tom had a red ball."]), llm.score(["Ball a red Tom had."])
+            >>> usual.tokens, usual.perplexity < odd.perplexity
+            (7, True)
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise ConfigError("score takes a list of texts: [text] for one")
@@ -279,7 +336,7 @@ class LLM:
     def _many_checked(self, prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> list[np.ndarray]:
         """Checked all at once, and one by one only if something is wrong. They are copies."""
         try:
-            lengths, flat = [len(prompt) for prompt in prompts], _joined(prompts)
+            lengths, flat = [len(prompt) for prompt in prompts], joined(prompts)
         except (TypeError, ValueError, OverflowError):
             return [self._checked(prompt) for prompt in prompts]
         fit = (
@@ -333,67 +390,3 @@ class LLM:
         for token, (logprob, values, tokens) in zip(job.tokens, job.logprobs, strict=False):  # more may be coming
             top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
             yield TokenLogprob(token_id=token, logprob=logprob, top=tuple(top))
-
-
-class Stream:
-    """Pieces of text while they are written; `completion` holds the whole once it is finished."""
-
-    def __init__(self, llm: LLM, job: Job, text: Text, given: str | None):
-        self.completion: Completion | None = None
-        self._pieces = self._run(llm, job, text, given)
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Stop early."""
-        self._pieces.close()
-
-    def _run(self, llm: LLM, job: Job, text: Text, given: str | None) -> Generator[str, None, None]:
-        llm.executor.ready()  # so that no reader waits in the middle of a sentence
-        llm.engine.submit([job])
-        try:
-            while not job.finished:
-                llm.engine.run(_changes(job, text))
-                if job.error is not None:
-                    raise job.error
-                if not job.finished and (piece := text.release(ended=False)):
-                    yield piece
-            self.completion = llm._complete(job, given, text.finish())
-            if piece := text.release(ended=True):
-                yield piece
-        finally:
-            llm.engine.cancel([job])  # one that is dropped leaves nothing
-
-
-def _changes(job: Job, text: Text) -> Callable[[], bool]:
-    return lambda: job.finished or text.has_more
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, np.ndarray | torch.Tensor):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
-    if not isinstance(prompts, Sequence):
-        raise ConfigError(f"a prompt is a text or a list of token ids, not {prompts!r:.40}")
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
-
-
-def _joined(prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> np.ndarray:
-    """One behind the other. Of lists, whole numbers alone, in half the time that numpy needs."""
-    if all(type(prompt) is list for prompt in prompts):
-        return np.frombuffer(array("q", itertools.chain.from_iterable(cast(list[list[int]], prompts))), np.int64)
-    arrays = [prompt.numpy() if isinstance(prompt, torch.Tensor) else np.asarray(prompt) for prompt in prompts]
-    return np.concatenate(arrays)
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ConfigError(f"{count} prompts came with {len(params)} SamplingParams: give one, or one for each")
-    return list(params)

@@ -78,7 +78,28 @@ class Timings:
 
 @dataclass(kw_only=True, eq=False)
 class Completion:
-    """One generated text. What of its prompt takes time to make is made when it is asked for."""
+    """One generated text. What of its prompt takes time to make is made when it is asked for.
+
+    Args:
+        text: The new text, without the prompt.
+        token_ids: The new tokens.
+        logprobs: One for each token, if `SamplingParams.logprobs` asked for them.
+        seed: With which the text can be made again.
+        timings: What the call took.
+
+    Examples:
+        >>> from warpline import LLM, SamplingParams
+        >>> llm = LLM("stories", device="cpu", dtype="fp32")
+        >>> (completion,) = llm.generate("The sun was", SamplingParams(max_tokens=3, temperature=0, logprobs=1))
+        >>> completion.prompt + completion.text
+        'The sun was shining brightly.'
+        >>> completion.finish_reason, len(completion.token_ids)
+        ('length', 3)
+        >>> completion.logprobs[0].token_id == completion.token_ids[0] == completion.logprobs[0].top[0][0]
+        True
+        >>> completion.timings.decode_steps
+        2
+    """
 
     text: str
     token_ids: tuple[int, ...]

@@ -65,6 +65,22 @@ def patch(
     explains, everything is taken back and a ConfigError says by how much. `fast_math` lets GELU use the GPU's
     approximate tanh. `sampling` lets `generate(do_sample=True)` run on our engine too, with other random numbers than
     transformers draws. A model that is patched already is patched anew.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> import warpline.hf as whf
+        >>> _ = torch.manual_seed(0)
+        >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100, bos_token_id=99, eos_token_id=99)
+        >>> model = GPT2LMHeadModel(config).eval()
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> asked = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0)
+        >>> before = model.generate(ids, **asked)
+        >>> report = whf.patch(model)
+        >>> torch.equal(model.generate(ids, **asked), before)
+        True
+        >>> whf.unpatch(model)
+        True
     """
     options = {
         "attention": attention, "mlp": mlp, "layernorm": layernorm, "generate": generate, "fast_math": fast_math,

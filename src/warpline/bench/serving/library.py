@@ -7,7 +7,8 @@ import time
 from warpline.bench.serving.figures import Row, percentile
 from warpline.bench.serving.load import Load
 from warpline.config import SamplingParams
-from warpline.engine.llm import LLM, Prompt
+from warpline.engine.llm import LLM
+from warpline.engine.prompts import Prompt
 
 #: Requests whose first token is timed.
 FIRST_TOKENS = 200
