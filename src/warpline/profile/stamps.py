@@ -1,5 +1,6 @@
-"""Clocks of code that decodes many tokens in one launch or call, so that nothing outside can see its stages: the
-persistent kernel's blocks and the threads of the cpu executor write theirs at the end of every stage of every layer."""
+"""Clocks inside code that decodes many tokens in one launch or call, because its stages cannot be seen from outside:
+the blocks of the persistent kernel and the threads of the cpu executor record a clock at the end of every stage of
+every layer."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ RUNS = 5
 
 
 def stages(layers: int, moments: Moments) -> list[ModulePath]:
-    """The modules of a token's moments, in order."""
+    """Return the modules of a token's moments, in order."""
     found = [stamp_path(moment, layer) for layer in range(layers) for moment in moments.layer]
     first, last = ([stamp_path(moment, None) for moment in some] for some in (moments.first, moments.last))
     return first + found + last
 
 
 def kernel_name(path: ModulePath) -> str:
-    """What a stage is called among kernels."""
+    """Return the name of a stage in the table of kernels."""
     return f"{ENTRY}: {path[-1]}"
 
 
 def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) -> list[tuple[float, float, float]]:
-    """Mean, shortest and longest µs of each of `count` stages. Each block's clocks hold some tokens one behind the
-    other, of which the first only begins the measurement. A clock is compared with itself alone; cycles become µs
-    because the mean token is known to take `token_us`."""
+    """Return mean, shortest and longest µs of each of `count` stages. Each block's clocks hold several tokens one after
+    the other; the first one only begins the measurement. A clock is compared only with itself; cycles become µs because
+    the mean token is known to take `token_us`."""
     tokens = len(clocks[0]) // count
     if tokens < 2:
         raise ValueError("stamps of two tokens are needed: the first one's begin is not stamped")
@@ -50,7 +51,8 @@ def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) ->
 def decode_phase(
     stamped: Stamped, layers: int, steps: int, plain_us: float | None, work: Work, *, track: str = "gpu"
 ) -> Phase:
-    """What the clocks say, in the time that launches took; `plain_us` is what a step takes when nobody looks."""
+    """Return the phase that the clocks show, scaled to the time of the launches; `plain_us` is an unrecorded step's
+    time."""
     modules, clocks = stages(layers, stamped.moments), stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
     work = replace(work, screened=stamped.screened)
@@ -66,8 +68,8 @@ def stamped_phase(
     work: Work,
     track: str = "gpu",
 ) -> Phase:
-    """A phase of stages: they follow one another without gaps, in one kernel, whose rows say which stage they are. Some
-    launches took `runs` µs per token."""
+    """Return a phase of stages, which follow one another without gaps in one kernel; its rows name the stages. `runs`
+    are the µs per token of some launches."""
     spans = tuple(SpanRow(path, mean, 0.0) for path, (mean, _, _) in zip(modules, each, strict=True))
     moments, at = [Moment("step", "step 1", (), 0.0, sum(mean for mean, _, _ in each))], 0.0
     for path, (mean, _, _) in zip(modules, each, strict=True):
