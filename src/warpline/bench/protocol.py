@@ -89,6 +89,7 @@ def interleave(
     """Yield (name, seconds) of every call in turn, `least` to `repetitions` times: beyond the least, each has an equal
     part of the budget, so that the slow ones drop out first. Several calls under one name run one after the other, so
     that both times of their difference come from the same moment.
+
     Every other round goes backwards, so that no method always runs after the same neighbour.
     """
     part = budget_seconds / max(1, len(calls))
