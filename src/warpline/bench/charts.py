@@ -111,8 +111,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, tuple[Drawing, list[Row]]]:
 
 
 def png(draw: Drawing, rows: Sequence[Row]) -> bytes:
-    """Return the picture as PNG bytes. Its metadata holds a digest of its rows, so that a stale picture can be
-    detected."""
+    """Return the picture as PNG bytes. Its metadata holds a digest of its rows, which shows whether it is stale."""
     buffer = io.BytesIO()
     draw(rows).savefig(buffer, format="png", dpi=130, metadata={"Source": digest(rows), "Software": None})
     return buffer.getvalue()

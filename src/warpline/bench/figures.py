@@ -20,8 +20,7 @@ UNSURE = "the time from first to last token is less than the noise: more --repet
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times to the first token and of whole generations. Where the counts match, each pair was measured back to
-    back."""
+    """Times to the first token and of whole generations. Where the counts match, each pair was measured together."""
 
     first: Sample
     whole: Sample

@@ -25,8 +25,7 @@ def require_gpu() -> None:
 
 
 def bench(specs: list[KernelSpec], dtypes: list[str], arch: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield one row per kernel, bench shape and dtype; `arch` (as compute_75) compiles for another GPU than this
-    one."""
+    """Yield one row per kernel, bench shape and dtype; `arch` (as compute_75) compiles for another GPU."""
     require_gpu()
     origin = provenance() | {"copy_gb_s": round(copy_bandwidth(), 1)}
     arch = arch or launch.arch_of(torch.cuda.current_device())

@@ -22,8 +22,7 @@ _NOISE = 0.01
 
 
 def read(path: Path) -> list[Row]:
-    """Read rows from a ladder.jsonl, from all of them below a folder, or from the output of `--json`; else
-    ConfigError."""
+    """Read rows from a ladder.jsonl, from all of them below a folder, or from the output of `--json`."""
     files = sorted(path.rglob("ladder.jsonl")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(

@@ -57,9 +57,8 @@ def seconds_at_best(
 
 @functools.lru_cache(maxsize=8)
 def _work_of_requests(case: Case, config: ModelConfig, kv_dtype: str | None) -> tuple[int, int]:
-    """Return bytes and FLOPs of all requests of a case, regardless of how many share a step: the weights are read once
-    at least, and for every token the cache of its own sequence. The arithmetic of attention, a few percent, is left
-    out."""
+    """Return bytes and FLOPs of all requests of a case, whatever the batching: the weights are read at least once, and
+    for every token the cache of its own sequence. The arithmetic of attention, a few percent, is left out."""
     asked = lengths(case, config.n_positions)
     rows, ends = sum(prompt + new - 1 for prompt, new in asked), sum(new for _, new in asked)
     passes = ((rows, 1, 0), (ends, 0, 1))  # (rows, through the blocks, through the head)

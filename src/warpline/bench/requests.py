@@ -1,5 +1,4 @@
-"""Requests of different lengths that arrive all at once, and the padded batches that methods without slots make of
-them."""
+"""Requests of different lengths that arrive all at once, and padded batches of them for methods without slots."""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ class Bench:
         *,
         first: bool,
     ) -> Built | None:
-        """Build the method, warm it up and judge it, by the deadline unless it is the first; on failure the row says
-        why."""
+        """Build the method, warm it up and judge it; unless it is the first it must keep the deadline. On failure the
+        row says why."""
         kind = known.find(name)
         self.says(f"Checking {name}")
         if kind.startup_seconds > deadline.left and not first:
@@ -316,8 +316,7 @@ class Bench:
         return self._weights[1]
 
     def _too_large(self, case: Case, config: ModelConfig) -> str | None:
-        """Return why a case does not fit in memory: its weights, the oracle's float32 and the KV cache. None if it
-        does."""
+        """Return why a case (weights, the oracle's float32, KV cache) does not fit in memory; None if it does."""
         free = hardware.free_bytes(self.settings.device)
         if free is None:
             return None

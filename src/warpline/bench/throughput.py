@@ -67,8 +67,7 @@ def measure(
     limits: dict[str, float],
     tick: Callable[[float], None],
 ) -> None:
-    """Fill in the rows of the methods that can do this: each is judged before it is timed, then they are timed in
-    turn."""
+    """Fill in the rows of the methods that can do this: each is judged first, then they are timed in turn."""
     config = case.windowed(weights.config)
     asked, oracle = requests(case, config), Oracle(replace(weights, config=config))
     served: dict[str, Served] = {}
@@ -190,8 +189,7 @@ def _tried(
 
 
 def sized(case: Case, config: ModelConfig, kind: type[Method], asked: Sequence[Asked], size: int) -> Case:
-    """Return the case with the batch shape that a method with padded batches needs: the longest prompt and the longest
-    text of any batch."""
+    """Return the case with the shape of its padded batches: the longest prompt and the longest text of any batch."""
     made = batches(asked, size, config.n_positions, ragged=kind.ragged, fixed=kind.fixed)
     shapes = [(max(map(len, one.prompts)), one.new) for one in made]
     prompt, whole = max(prompt for prompt, _ in shapes), max(map(sum, shapes))

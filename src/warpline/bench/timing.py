@@ -29,8 +29,7 @@ class Timing:
 
 def time_launches(launch: Callable[[int], object], sets: int, launches: int = LAUNCHES) -> Timing:
     """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache. Its result is
-    kept until the set is used again: freed at once, the same memory would be reused every time and stay in the
-    cache."""
+    kept until the set is used again: if it were freed at once, its memory would be reused and stay in the cache."""
     count = max(launches, sets)
     _warm_up(launch, sets)
     graph = _captured(launch, sets, count)
@@ -41,8 +40,7 @@ def time_launches(launch: Callable[[int], object], sets: int, launches: int = LA
 
 def time_in_turn(ways: Sequence[Callable[[int], object]], sets: int) -> list[Timing]:
     """Time several ways to compute the same, like `time_launches` but replaying their graphs in turn, so that drifting
-    clocks affect all alike. A way far slower than the best is given up early, except the first, which the others are
-    compared with."""
+    clocks affect all alike. A way far slower than the best is given up early, but never the first, the reference."""
     for way in ways:
         _warm_up(way, sets)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -147,8 +147,7 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
 
 
 def _beside_ours(phases: list[Phase], weights: Weights, prompts: Tensor, wish: Wish, read_gb_s: float) -> list[Phase]:
-    """Return the phases with the times of the cpu executor for the same steps; a time below what its bytes need is
-    noise and left out."""
+    """Return the phases with the cpu executor's times for the same steps; a time below what its bytes need is noise."""
     kind, case = methods.find("cpu"), wish.case
     if kind.obstacle(case, prompts.device) is not None:
         return phases

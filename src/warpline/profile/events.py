@@ -159,8 +159,7 @@ class _Host:
 
 
 def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]:
-    """Return every moment's module. Between two spans it is their common ancestor; at the edge of a step it is the
-    step."""
+    """Return every moment's module. Between two spans it is their common ancestor, at the edge of a step () itself."""
     edges: list[tuple[float, int, ModulePath]] = [(at, 1, ()) for at in bounds]
     for span in spans:
         edges += [(span.start, 2, span.path), (span.end, 0, span.path)]
@@ -226,8 +225,8 @@ def _op_places(
     ops: Sequence[Event], host: _Host, steps: _Steps, sequencer: Sequencer | None
 ) -> list[ModulePath | None]:
     """Return the module of each operator: where the host was, or for compiled code by its position in the step. Only
-    outermost operators of a known class are placed so; operators inside get the same module, operators around them the
-    step."""
+    outermost operators of a known class are placed so; operators inside share the module, those around are the
+    step's."""
     if sequencer is None:
         return [host.at(op.start) for op in ops]
     found: list[ModulePath | None] = [()] * len(ops)

@@ -1,5 +1,4 @@
-"""Launches and gaps: how busy the device is, how long it waits, and what a step would take without gaps. Needs no
-torch."""
+"""How busy the device is, how long its gaps are, and what a step would take without them. Needs no torch."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ def path_of(step: p.Step, layer: int | None) -> ModulePath:
 
 
 def fused(layer: int | None, *steps: p.Step) -> ModulePath:
-    """Return the path of a kernel that does several steps: it belongs where its first product is, or else its first
-    step."""
+    """Return the path of a kernel that does several steps: that of its first product, or else of its first step."""
     home = next((step for step in steps if step.scope in ("attention", "mlp")), steps[0])
     return (*path_of(home, layer)[:-1], PLUS.join(step.name for step in steps))
 

@@ -1,6 +1,6 @@
 """Places the kernels of a graph without an op table by the order of their matrix products: a GPT-2 has four in each
-block, or six where attention is done by products, and one after the last block. With any other count nothing is placed.
-Needs no torch."""
+block, or six where attention is done by products, and one at the end. For other counts nothing is placed. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def by_products(names: Sequence[str], layers: int) -> list[ModulePath | None]:
 def _between(
     before: tuple[p.Step, int | None] | None, following: tuple[p.Step, int | None] | None, kind: str
 ) -> ModulePath:
-    """Return the module of a kernel between two products, by its class. One that adds and normalises counts as
-    LayerNorm."""
+    """Return the module of a kernel between two products, by its class. Adding and normalising counts as LayerNorm."""
     if following is None:
         return ()  # the token is chosen
     step, layer = following

@@ -133,8 +133,7 @@ def _absent(step: p.Step, phase: Phase) -> bool:
 
 
 def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
-    """Return the point of the whole step: weights and KV cache once, no activations, because they need not leave the
-    chip."""
+    """Return the point of the whole step: weights and KV cache once, no activations, which can stay on the chip."""
     limits, work = of or roofs(session), session.workload(phase)
     moved, flops = cost.total_bytes(work), cost.total_flops(work)
     return Point(
@@ -149,8 +148,7 @@ def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
 
 
 def _point(name: str, us: float, wait_us: float, prices: list[cost.StepCost], limits: Roofs) -> Point:
-    """Price a module. Steps fused into one kernel keep activations on the chip between them: the largest counts
-    once."""
+    """Price a module. Steps fused into one kernel keep activations on the chip: only the largest counts."""
     moved = sum(price.weight_bytes + price.kv_bytes for price in prices)
     flops = sum(price.flops for price in prices)
     activations = [price.activation_bytes for price in prices]
@@ -175,8 +173,7 @@ def class_bytes(session: Session, phase: Phase) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A module on another GPU: µs at its roof there and, if bytes or FLOPs bind it here, at the same share of the
-    roof."""
+    """A module on another GPU: µs at its roof, and where bytes or FLOPs bind it, µs at the same share of the roof."""
 
     name: str
     here_us: float

@@ -124,8 +124,7 @@ class Phase:
 
     @property
     def free_busy_us(self) -> float:
-        """Computing time of such a step: on a CPU recording makes operators longer too, but never longer than the
-        step."""
+        """Computing time of such a step: on a CPU recording makes operators longer too, but not beyond the step."""
         return min(self.busy_us, self.free_us)
 
     @property

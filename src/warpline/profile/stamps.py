@@ -1,6 +1,5 @@
-"""Clocks inside code that decodes many tokens in one launch or call, because its stages cannot be seen from outside:
-the blocks of the persistent kernel and the threads of the cpu executor record a clock at the end of every stage of
-every layer."""
+"""Clocks inside code that decodes many tokens in one launch or call, where stages cannot be seen from outside: the
+blocks of the persistent kernel and the threads of the cpu executor record one after every stage of every layer."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) ->
 def decode_phase(
     stamped: Stamped, layers: int, steps: int, plain_us: float | None, work: Work, *, track: str = "gpu"
 ) -> Phase:
-    """Return the phase that the clocks show, scaled to the time of the launches; `plain_us` is an unrecorded step's
-    time."""
+    """Return the phase that the clocks show, in the time of the launches; `plain_us` is that of an unrecorded step."""
     modules, clocks = stages(layers, stamped.moments), stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
     work = replace(work, screened=stamped.screened)

@@ -99,8 +99,7 @@ async def _load(
 
 
 async def _made(make: Callable[[], Backend]) -> Backend:
-    """Run `make` in a daemon thread and return its result: unlike a pool's threads, it does not delay the process's
-    end."""
+    """Run `make` in a daemon thread and return its result; unlike a pool's threads, it does not delay the exit."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Backend] = loop.create_future()
 

@@ -63,8 +63,7 @@ class Metrics:
         self.answers[path, status] = self.answers.get((path, status), 0) + 1
 
     def wrote(self, tokens: int, seconds: float) -> None:
-        """Count the tokens a sequence got, `seconds` after its last ones (0 for the first). Called by the engine's
-        thread."""
+        """Count new tokens of a sequence, `seconds` after its last (0 for the first). Called by the engine's thread."""
         self.generation_tokens += tokens
         if seconds:
             self.between.observe(seconds / tokens, tokens)

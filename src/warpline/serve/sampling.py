@@ -22,8 +22,7 @@ _SAME = (
 def params_of(
     asked: Sampling, *, room: int, vocab: int, logprobs: int | None, stops: tuple[str, ...] = ()
 ) -> SamplingParams:
-    """Return the engine's settings. `room` is the number of tokens left in the context; `stops` are a template's stop
-    texts."""
+    """Return the engine's settings; `room` is the tokens left in the context, `stops` a template's stop texts."""
     most = _max_tokens(asked, room)
     named: dict[str, Any] = {**DEFAULTS, "max_tokens": max(1, min(most, room)), "logprobs": logprobs}
     for name in _SAME:

@@ -166,7 +166,7 @@ class Method(ABC):
         return prompts.cpu()
 
     def answer(self, ids: Any, new: int) -> Any:
-        """Generate from ids on the host to tokens on the host. This is what is timed, because every user pays for both
+        """Generate from ids on the host to tokens on the host. This is timed, because every user pays for both
         copies."""
         return self.generate(self.given(ids.to(self.device)), new).cpu()
 
@@ -207,8 +207,7 @@ class Method(ABC):
         return None
 
     def stamped(self, prompts: Any, tokens: int, runs: int) -> Stamped | None:
-        """Return the clocks of `runs` launches of `tokens` tokens after a warm-up; None where a launch is not many
-        tokens."""
+        """Return the clocks of `runs` launches after a warm-up; None where a launch does not decode many tokens."""
         return None
 
     # --- resources ----------------------------------------------------------------------------------------------------

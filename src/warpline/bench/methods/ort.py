@@ -37,8 +37,7 @@ class _Graph:
         self.constants: dict[str, np.ndarray[Any, Any]] = {}
 
     def node(self, kind: str, *inputs: str, domain: str = "", results: Sequence[str] = (), **attributes: Any) -> str:
-        """Add a node; without `results` it has one output with a generated name. Return the name of its first
-        output."""
+        """Add a node; without `results` it has one output with a generated name. Return its first output's name."""
         from onnx import helper
 
         names = list(results) or [f"{kind}_{len(self.nodes)}"]

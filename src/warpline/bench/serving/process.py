@@ -38,8 +38,7 @@ def _end_with_parent() -> None:
 
 
 class Server:
-    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another one, with these arguments and
-    a free port."""
+    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another one, on a free port."""
 
     def __init__(self, arguments: Sequence[str], python: str = sys.executable, *, patience: float = PATIENCE):
         self.port, self._patience = free_port(), patience

@@ -37,8 +37,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def ready(target: Target, seconds: float, alive: Callable[[], None] = lambda: None) -> str | None:
-    """Wait until the server answers; return the name of its first model, None if it names none. `alive` raises when
-    waiting is useless."""
+    """Wait until the server answers; return the name of its first model, if it names one. `alive` raises if there is no
+    point in waiting."""
     end = time.monotonic() + seconds
     while True:
         alive()

@@ -25,8 +25,7 @@ def trace(session: Session) -> str:
 
 
 def _threads(phase: Phase) -> list[tuple[str, list[Moment]]]:
-    """Return one thread per track, or several where moments overlap, as kernels that begin before the last one's
-    end."""
+    """Return one thread per track, or several where moments overlap, as kernels may."""
     found = []
     for track in TRACKS:
         threads = lanes([moment for moment in phase.timeline if moment.track == track])

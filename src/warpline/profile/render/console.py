@@ -1,5 +1,4 @@
-"""Prints a session in the terminal: a tree of modules with bars, then tables, and the verdict last, where it is still
-visible."""
+"""Prints a session in the terminal: modules as a tree with bars, tables, and the verdict last, so it stays visible."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Draws steps of several sessions as one picture: a bar each, its parts coloured, for a page that cannot run a
-script."""
+"""Draws steps of several sessions as coloured bars in one picture, for a page that cannot run a script."""
 
 from __future__ import annotations
 
