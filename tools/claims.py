@@ -1,4 +1,4 @@
-"""What documents claim in sentences, made of results/*/bench.jsonl, and projections that say they are."""
+"""The sentences in documents that claim speeds, made from results/*/bench.jsonl, and projections marked as such."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from warpline.hardware import known_gpu
 from warpline.model import cost
 from warpline.model.weights import read_config
 
-#: What others have published for gpt2 on a T4, tokens per second.
+#: Tokens per second that others have published for gpt2 on a T4.
 PUBLISHED_T4 = {"random:gpt2": "206 (fp16, torch.compile), 426 (a derivative of llm.c with a KV cache)"}
 PEERS = {"onnxruntime": "ONNX Runtime", "ctranslate2": "CTranslate2", "hf-sdpa": "`transformers`"}
 
 
 def t4() -> str:
-    """A row for each model that was measured on the machine of the README: nobody here has a T4."""
+    """Return a projected row for each model measured on the README's machine, because no T4 was available."""
     machine, _, dtype = SHOWN
     card = known_gpu("t4")
     assert card is not None
@@ -49,7 +49,7 @@ def t4() -> str:
 
 
 def cpu() -> str:
-    """What the README says of a machine without a GPU: the newest run with the public call in both dtypes."""
+    """Return the README's text on machines without a GPU: the newest run with the public call in both dtypes."""
     wanted = (DRAWN, SHOWN[1], "fp32", 1)
     runs = [
         {row["method"]: row for row in group if row["status"] == "ok"}
@@ -78,7 +78,7 @@ def cpu() -> str:
 
 
 def lead() -> str:
-    """What the README says first of speed."""
+    """Return the README's first sentences on speed."""
     machine, model, dtype = SHOWN
     rows = [
         row

@@ -89,8 +89,7 @@ def costs(work: Workload) -> list[StepCost]:
 
 
 def total_bytes(work: Workload, *, activations: bool = False) -> int:
-    """Return the bytes the pass must move: weights once and the KV cache; `activations`, which can stay on chip,
-    too."""
+    """Return the bytes the pass must move: weights once and the KV cache; with `activations` also those."""
     return sum(cost.bytes if activations else cost.weight_bytes + cost.kv_bytes for cost in costs(work))
 
 
@@ -111,8 +110,7 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str) -> int:
-    """Return the bytes of a parameter: in int8 a matrix has codes and a scale for each row, anything else is
-    float32."""
+    """Return the bytes of a parameter: in int8 codes and a scale per row for a matrix, float32 for all else."""
     if dtype != "int8":
         return math.prod(shape) * WEIGHT_BYTES[dtype]
     return math.prod(shape) + 4 * shape[0] if is_quantised(name) else 4 * math.prod(shape)
