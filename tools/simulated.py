@@ -40,8 +40,8 @@ def asked(load: Load) -> list[Asked]:
 
 def load(rounds: int) -> list[Row]:
     """Measure the server at shares of its maximum, and simulate the same requests. The times are measured in the
-    process that serves: a step of one sequence takes 4 ms in one process and 6 in the next. The client runs
-    elsewhere."""
+    process that serves: a step of one sequence takes 4 ms in one process and 6 in the next. The client is a
+    process of its own."""
     llm = LLM(MODEL, device="cpu", dtype="fp32", threads=1)
     llm.generate([0], SamplingParams(max_tokens=2))
     found = times_of(llm)
