@@ -1,8 +1,8 @@
 """Do the tests notice? Operators of the package are swapped, drawn with a seed, and each swap is tried against the
-tests that reach its line: `make mutants` (all tests once, to see what they reach, then up to minutes for each swap).
+tests that reach it: `make mutants` (all tests once, to see which those are, then up to minutes for each swap).
 
-What no test notices is printed with its place. A test that fails counts if it passes without the swap. Lines that run
-while a module is imported, or compiled, are no test's: the tests nearest by name are tried.
+What no test notices is printed with its place. A test that fails counts if it passes without the swap. What runs while
+a module is imported, or is compiled for a CPU, belongs to no test: there the tests nearest by name are tried.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from tools.reached import Reached, read, record
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "warpline"
@@ -36,8 +36,22 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
 }  # fmt: skip
 #: What is not run by tests of a machine without a GPU, or is no code of its own.
 SKIPPED = ("kernels/cuda", "__init__.py", "__main__.py", "scale/cluster.py", "scale/online.py")
-#: Of the tests that reach a line the fastest are tried, for so many seconds; of files near by name so many.
+#: Of the tests that reach an operator the fastest are tried, for so many seconds; of files near by name so many.
 SECONDS, MOST_FILES, TIMEOUT = 240, 8, 600
+PYTEST = (sys.executable, "-m", "pytest")
+#: A module that the copy of the sources gets: which test, in its own process or one that it starts, reaches what.
+REACHED = """
+import os
+
+_known = set()
+
+def hit(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    if test and (number, test) not in _known:
+        _known.add((number, test))
+        with open({path!r}, "a") as file:
+            file.write(f"{{number}} {{test}}\\n")
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +59,8 @@ class Mutant:
     """One change: the text from `start` to `end` of a file becomes `after`."""
 
     path: str  # below the package
-    first: int  # line of the expression, and of the operator
     line: int
+    whole: tuple[int, int]  # the expression it is in
     start: int
     end: int
     before: str
@@ -70,16 +84,19 @@ def mutants(path: Path) -> Iterator[Mutant]:
     def at(line: int, column: int) -> int:
         return starts[line - 1] + column
 
-    def between(left: ast.expr, right: ast.expr, kind: type[ast.AST]) -> Iterator[Mutant]:
+    def between(whole: ast.expr, left: ast.expr, right: ast.expr, kind: type[ast.AST]) -> Iterator[Mutant]:
         assert left.end_lineno is not None
         assert left.end_col_offset is not None
+        assert whole.end_lineno is not None
+        assert whole.end_col_offset is not None
+        extent = at(whole.lineno, whole.col_offset), at(whole.end_lineno, whole.end_col_offset)
         begin, end = at(left.end_lineno, left.end_col_offset), at(right.lineno, right.col_offset)
         found, becomes = SWAPS[kind]
         place = raw[begin:end].find(found.encode())
         if place >= 0:
             start = begin + place
             line = raw[:start].count(b"\n") + 1
-            yield Mutant(name, left.lineno, line, start, start + len(found), found, becomes)
+            yield Mutant(name, line, extent, start, start + len(found), found, becomes)
 
     def visit(node: ast.AST) -> Iterator[Mutant]:
         if isinstance(node, ast.JoinedStr | ast.AnnAssign) and not getattr(node, "value", None):
@@ -87,14 +104,14 @@ def mutants(path: Path) -> Iterator[Mutant]:
         if isinstance(node, ast.JoinedStr):
             return
         if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-            yield from between(node.left, node.right, type(node.op))
+            yield from between(node, node.left, node.right, type(node.op))
         elif isinstance(node, ast.Compare):
             for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
                 if type(op) in SWAPS:
-                    yield from between(left, right, type(op))
+                    yield from between(node, left, right, type(op))
         elif isinstance(node, ast.BoolOp):
             for left, right in zip(node.values, node.values[1:], strict=False):
-                yield from between(left, right, type(node.op))
+                yield from between(node, left, right, type(node.op))
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list"):
                 continue
@@ -143,17 +160,58 @@ def nearest(path: str) -> list[str]:
     return [name for _, name in sorted(ranked)[:MOST_FILES]] or ["tests/test_house.py"]
 
 
-def tests_of(mutant: Mutant, reached: Reached) -> list[str]:
-    """Those that reach its line, fastest first, else those of the nearest files."""
-    reaching = {test for line in range(mutant.first, mutant.line + 1) for test in reached.tests(mutant.path, line)}
-    chosen: list[str] = []
-    left = float(SECONDS)
-    for test in sorted(reaching, key=lambda test: reached.seconds.get(test, 0)):
-        left -= reached.seconds.get(test, 0)
-        if chosen and left < 0:
-            break
-        chosen.append(test)
-    return chosen or nearest(mutant.path)
+def copied(folder: Path) -> Path:
+    """The project, to be changed: its package is returned. What no change touches is linked."""
+    for part in ("src", "tests", "tools", "examples"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("docs", "results", "Makefile", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
+        (folder / part).symlink_to(ROOT / part)
+    return folder / "src" / "warpline"
+
+
+def watched(package: Path, wanted: Sequence[Mutant], log: Path) -> None:
+    """Have every expression that is to be changed say that it was reached. Compiled code cannot."""
+    (package.parent / "reached.py").write_text(REACHED.format(path=str(log)), encoding="utf-8")
+    for path in {mutant.path for mutant in wanted}:
+        raw = (package / path).read_bytes()
+        if b"@njit" in raw or b"@intrinsic" in raw:
+            continue
+        marks = []
+        for number, mutant in enumerate(wanted):
+            if mutant.path == path:
+                start, end = mutant.whole
+                marks += [(start, b'(__import__("reached").hit(%d), ' % number), (end, b")[1]")]
+        for place, text in sorted(marks, reverse=True):
+            raw = raw[:place] + text + raw[place:]
+        (package / path).write_bytes(raw)
+
+
+def reaching(wanted: Sequence[Mutant]) -> list[list[str]]:
+    """For each change the tests that reach it, fastest first, or those of the nearest files. Runs all of them."""
+    with tempfile.TemporaryDirectory(prefix="reached-") as name:
+        folder = Path(name)
+        watched(copied(folder), wanted, folder / "log")
+        command = ["-q", "-m", "not alone", "-n", "logical", "--timeout", "300", "-o", "junit_family=xunit1"]
+        subprocess.run(
+            [*PYTEST, *command, "--junitxml", "times.xml"], cwd=folder, env=_environment(folder), check=False
+        )
+        seconds: dict[str, float] = defaultdict(float)
+        for case in ElementTree.parse(folder / "times.xml").iter("testcase"):
+            seconds[f"{case.get('file')}::{case.get('name')}"] += float(case.get("time", 0))
+        found: list[set[str]] = [set() for _ in wanted]
+        for line in (folder / "log").read_text(encoding="utf-8").splitlines():
+            number, _, test = line.partition(" ")
+            found[int(number)].add(test)
+    chosen = []
+    for mutant, tests in zip(wanted, found, strict=True):
+        its: list[str] = []
+        left = float(SECONDS)
+        for test in sorted(tests, key=lambda test: seconds[test]):
+            left -= seconds[test]
+            if left > 0 or not its:
+                its.append(test)
+        chosen.append(its or nearest(mutant.path))
+    return chosen
 
 
 def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
@@ -161,11 +219,7 @@ def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
-        for part in ("src", "tests", "tools", "examples"):
-            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for part in ("docs", "results", "Makefile", "README.md", "pyproject.toml"):
-            (copy / part).symlink_to(ROOT / part)
-        target = copy / "src" / "warpline" / mutant.path
+        target = copied(copy) / mutant.path
         target.write_text(mutant.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
         failed = _failing(copy, tests)
     noticed = failed is not None and (not failed or _failing(ROOT, failed) is None)
@@ -174,12 +228,11 @@ def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
 
 def _failing(root: Path, tests: list[str]) -> list[str] | None:
     """The first test that fails there, none if they took too long (a loop that does not end is seen), or None."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200"]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    command = [*PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200", "-m", "not alone"]
     try:
         done = subprocess.run(
-            [*command, "-m", "not alone", *tests],
-            cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+            [*command, *tests],
+            cwd=root, env=_environment(root), capture_output=True, text=True, timeout=TIMEOUT, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return []
@@ -189,21 +242,19 @@ def _failing(root: Path, tests: list[str]) -> list[str] | None:
     return named[:1] or tests
 
 
+def _environment(root: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--reached", type=Path, help="a folder for what tests reach; not recorded again if it is there")
     parser.add_argument("--out", type=Path, help="write what was found as JSON lines")
     asked = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="reached-") as scratch:
-        folder = asked.reached or Path(scratch)
-        if not (folder / "data").is_file():
-            record(folder)
-        reached = read(folder)
     wanted = drawn(asked.seed, asked.count)
-    tests = [tests_of(mutant, reached) for mutant in wanted]
+    tests = reaching(wanted)
     rows = []
     with ThreadPoolExecutor(asked.jobs) as pool:
         for mutant, its, (noticed, seconds) in zip(wanted, tests, pool.map(is_noticed, wanted, tests), strict=True):

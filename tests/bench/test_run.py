@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
-from warpline.bench import methods, plan, process, protocol, run
+from warpline.bench import budget, methods, process, protocol, run
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.ours import Naive, OnTorch
 from warpline.bench.oracle import Oracle
@@ -154,32 +154,32 @@ def test_shares_of_time() -> None:
     def free(*needs: float) -> list[tuple[float, float]]:
         return [(0.0, need) for need in needs]
 
-    assert plan.share(100, free(10, 10)) == 10 + 80 / 2  # enough for all, and what is left over is divided
-    assert plan.share(100, free(90, 90)) == 50
-    assert plan.share(100, free(90, 10, 10)) == 80  # those that need less leave it to the others
-    assert plan.share(100, free(10, 90, 90)) == 10
-    assert plan.share(0, free(5)) == 0
-    assert plan.share(100, [(10, 90), (60, 90)]) == 10 + 15  # what the other needs at least is kept for it
-    assert plan.share(50, [(10, 90), (60, 90)]) == 10
+    assert budget.share(100, free(10, 10)) == 10 + 80 / 2  # enough for all, and what is left over is divided
+    assert budget.share(100, free(90, 90)) == 50
+    assert budget.share(100, free(90, 10, 10)) == 80  # those that need less leave it to the others
+    assert budget.share(100, free(10, 90, 90)) == 10
+    assert budget.share(0, free(5)) == 0
+    assert budget.share(100, [(10, 90), (60, 90)]) == 10 + 15  # what the other needs at least is kept for it
+    assert budget.share(50, [(10, 90), (60, 90)]) == 10
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 1e4)), min_size=1, max_size=12), st.floats(0, 1e4))
 def test_shares_never_exceed_the_time(found: list[tuple[float, float]], seconds: float) -> None:
     needs = [(least, least + more) for least, more in found]
-    shares = [plan.share(seconds, [needs[i], *needs[:i], *needs[i + 1 :]]) for i in range(len(needs))]
+    shares = [budget.share(seconds, [needs[i], *needs[:i], *needs[i + 1 :]]) for i in range(len(needs))]
     assert sum(shares) <= max(seconds, sum(least for least, _ in needs)) * (1 + 1e-9)
 
 
 def test_at_best_is_the_limit() -> None:
     config = load("stories").config
-    decode = plan.seconds_at_best(case(model="stories", prompt=1, new=101), config, 10.0, 1e9)
+    decode = budget.seconds_at_best(case(model="stories", prompt=1, new=101), config, 10.0, 1e9)
     moved = 77.3e6 - config.vocab_size * (3 * config.n_embd - 12)  # of the LM head a byte for four
     assert decode == pytest.approx((77.3e6 + 100 * moved) / 10e9, rel=0.05)  # at 10 GB/s
-    prefill = plan.seconds_at_best(case(model="stories", kind="prefill", prompt=256, new=0), config, 1e9, 0.1)
+    prefill = budget.seconds_at_best(case(model="stories", kind="prefill", prompt=256, new=0), config, 1e9, 0.1)
     assert 0.01 < prefill < 0.1
-    (cold, _), (memory, both) = (plan.need(case(kind=kind), 1.0, [1.0, 1.0]) for kind in ("coldstart", "memory"))
+    (cold, _), (memory, both) = (budget.need(case(kind=kind), 1.0, [1.0, 1.0]) for kind in ("coldstart", "memory"))
     assert cold == 2 * memory == both
-    assert plan.need(case(), 1.0, []) == (0, 0)
+    assert budget.need(case(), 1.0, []) == (0, 0)
 
 
 @pytest.mark.parametrize("model", ["random:gpt2", "random:gpt2-xl"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.bench.conftest import CPU, case
 from tests.conftest import SMALL
-from warpline.bench import methods, plan, report, throughput
+from warpline.bench import budget, methods, report, throughput
 from warpline.bench.lengths import LEAST
 from warpline.bench.methods import static_kv
 from warpline.bench.methods.base import Counts, Method
@@ -109,10 +109,10 @@ def test_a_padded_method_knows_its_longest_batch() -> None:
 def test_at_best_however_many_share_a_step() -> None:
     config, one = ModelConfig(), many(batch=64, prompt=225, new=202, dtype="fp16")
     outputs, rows = sum(new for _, new in lengths(one, 1024)), sum(map(sum, lengths(one, 1024)))
-    arithmetic = plan.seconds_at_best(one, config, 1e9, 1.0)  # memory is no limit
+    arithmetic = budget.seconds_at_best(one, config, 1e9, 1.0)  # memory is no limit
     blocks, head = 2 * 12 * 12 * 768**2, 2 * 768 * 50257
     assert arithmetic == pytest.approx((rows * blocks + outputs * head) / 1e12, rel=0.02)
-    memory = plan.seconds_at_best(one, config, 1.0, 1e9)
+    memory = budget.seconds_at_best(one, config, 1.0, 1e9)
     read = sum(position for prompt, new in lengths(one, 1024) for position in range(prompt, prompt + new - 1))
     assert memory == pytest.approx((read * 12 * 2 * 768 * 2 + 2 * 124.4e6) / 1e9, rel=0.01)
 
@@ -272,7 +272,7 @@ def test_without_time_for_repetitions_the_judged_run_counts() -> None:
     served = {name: throughput.Served(Padded(weights, case(), CPU), [], 1, [], each) for name, each in seconds.items()}
 
     def timed(left: float) -> set[str]:
-        return set(throughput._time(served, CPU, Settings("cpu"), plan.Deadline(time.monotonic() + left)))
+        return set(throughput._time(served, CPU, Settings("cpu"), budget.Deadline(time.monotonic() + left)))
 
     assert timed(5) == set()
     assert timed(1000) == {"short"}  # another run of the long one would take all of its part

@@ -11,7 +11,7 @@ import torch
 from tests.conftest import SMALL
 from tests.engine.running import run
 from warpline.config import EngineConfig, ModelConfig, SamplingParams
-from warpline.engine.executors import auto, choose, create
+from warpline.engine.executors import auto, create, resolve
 from warpline.engine.executors.graph.kernels import KernelsExecutor
 from warpline.engine.request import Request
 from warpline.errors import ConfigError, KernelError
@@ -142,8 +142,8 @@ def test_where_only_torch_runs(
     monkeypatch.setattr(launch, "arch_of", lambda _index: arch)
     monkeypatch.setattr(compiler, "nvrtc_version", version)
     with caplog.at_level(logging.INFO, logger="warpline.engine.executors"):
-        chosen = choose("auto", torch.device("cuda:0"), ModelConfig(**config), "fp16")
+        chosen = resolve("auto", torch.device("cuda:0"), ModelConfig(**config), "fp16")
     assert chosen == ("auto" if reason is None else "torch")
     assert reason is None or reason in caplog.text
     assert [record.levelno for record in caplog.records] == ([] if reason is None else [logging.WARNING])
-    assert choose("graph", torch.device("cuda:0"), ModelConfig(**config), "fp16") == "graph"
+    assert resolve("graph", torch.device("cuda:0"), ModelConfig(**config), "fp16") == "graph"

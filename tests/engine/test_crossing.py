@@ -10,7 +10,7 @@ import torch
 
 from warpline.config import ModelConfig, SamplingParams
 from warpline.engine.admission import ALL_TOKENS
-from warpline.engine.crossing import BROKEN, DONE, FAULT, HostCrossing, KernelCrossing, TorchCrossing
+from warpline.engine.crossing import DONE, FAULT, NOT_FINITE, HostCrossing, KernelCrossing, TorchCrossing
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
@@ -53,8 +53,8 @@ def test_a_slot_is_what_its_request_says(kind: type) -> None:
             known = min(length + len(request.forced), request.limit)
             top = p.top_k or ALL_TOKENS
             expected = (length, known, request.limit, length + p.min_tokens, top, length)
-            assert slots.whole[:, slot].tolist() == list(expected)
-            assert slots.numbers[:, slot].tolist() == pytest.approx(
+            assert slots.integers[:, slot].tolist() == list(expected)
+            assert slots.floats[:, slot].tolist() == pytest.approx(
                 [p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
             )
             assert slots.flags[:, slot].tolist() == [not p.ignore_eos, p.adjusts_tokens, False, False]
@@ -63,9 +63,9 @@ def test_a_slot_is_what_its_request_says(kind: type) -> None:
                 assert not slots.counts[slot].any()
                 slots.counts[slot] = 3  # as if it had run
             assert slots.tokens[slot, :known].tolist() == [*request.prompt, *request.forced][:known]
-            before[slot] = slots.whole[:, slot].tolist()
+            before[slot] = slots.integers[:, slot].tolist()
         for slot in before:  # what was admitted before is as it was
-            assert slots.whole[:, slot].tolist() == before[slot]
+            assert slots.integers[:, slot].tolist() == before[slot]
         for slot in rng.sample(list(before), rng.randint(1, len(before))):
             slots.release(slot)
             del before[slot]
@@ -95,10 +95,10 @@ def test_a_report_says_what_is_new(kind: type) -> None:
     slots.tokens[lanes[2], 2] = 6
     slots.length[lanes[0]], slots.length[lanes[2]] = 5, 3
     slots.done[lanes[2]] = True
-    slots.broken[lanes[1]] = True
+    slots.not_finite[lanes[1]] = True
     news = slots.report(lanes, 10).wait()
     assert news.counts.tolist() == [3, 0, 1]
-    assert news.flags.tolist() == [0, BROKEN, DONE]
+    assert news.flags.tolist() == [0, NOT_FINITE, DONE]
     assert [row[:n].tolist() for row, n in zip(news.tokens, news.counts, strict=True)] == [[7, 8, 9], [], [6]]
     assert slots.report(lanes, 10).wait().counts.tolist() == [0, 0, 0]  # once
     slots.length[lanes[0]] = 6

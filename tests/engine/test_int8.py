@@ -15,11 +15,11 @@ from tests.conftest import SMALL
 from tests.engine.running import run
 from warpline import LLM, SamplingParams, hardware
 from warpline.engine.device import dtype_of
-from warpline.engine.executors import choose, create
+from warpline.engine.executors import create, resolve
 from warpline.engine.executors.graph import bind as binding
 from warpline.engine.executors.graph import schedule
 from warpline.engine.executors.graph.forms import EXPANDED, expanded, padded_head
-from warpline.engine.executors.graph.schedule import End, PassRules, Step, buffers, decode_step, on_memory
+from warpline.engine.executors.graph.schedule import End, OpCall, PassRules, buffers, decode_step, on_memory
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
@@ -90,7 +90,7 @@ def test_few_rows_read_codes(rows: int) -> None:
     assert decode_step(rules, rows, End.DRAWN)[-3].op == "matvec_int8"
 
 
-def expansions(steps: list[Step]) -> list[str]:
+def expansions(steps: list[OpCall]) -> list[str]:
     """What is expanded, in order; each is read by the next op, and nothing else is."""
     found = []
     for step, following in itertools.pairwise(steps):
@@ -147,7 +147,7 @@ def test_no_op_begins_before_its_weights_are_there(rows: int, monkeypatch: pytes
 
 def test_who_takes_int8() -> None:
     weights = load(SMALL, dtype="int8")
-    assert choose("graph", torch.device("cuda:0"), weights.config, "int8") == "graph"
+    assert resolve("graph", torch.device("cuda:0"), weights.config, "int8") == "graph"
     with pytest.raises(DeviceError, match="the persistent executor runs on a CUDA GPU: use --executor cpu here"):
         create("persistent", weights, CPU, "int8")
 

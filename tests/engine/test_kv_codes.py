@@ -140,7 +140,7 @@ def test_a_broken_row_ends_its_sequence_alone() -> None:
     assert slots.cache.scales is not None
     slots.cache.scales[1, lanes[0], 2, 0] = torch.nan
     executor.decode(slots, lanes, 3)
-    assert slots.broken[lanes].tolist() == [True, False]
+    assert slots.not_finite[lanes].tolist() == [True, False]
     slots.erase(lanes[0])
     assert all(tensor[:, lanes[0]].isfinite().all() for tensor in slots.cache.tensors)
 

@@ -198,7 +198,7 @@ def test_drawn_frequencies_follow_the_distribution(settings_: dict[str, Any]) ->
     big = records([params] * 100)
     counts = torch.zeros(VOCAB, dtype=torch.long)
     for block in range(draws // 100):
-        drawn = sampling.choose(sampling.adjust(logits.expand(100, -1), big), big, keys(block, 100))
+        drawn = sampling.sample(sampling.adjust(logits.expand(100, -1), big), big, keys(block, 100))
         counts += torch.bincount(drawn, minlength=VOCAB)
     assert counts[probability == 0].sum() == 0
     likely = probability * draws >= 5
@@ -264,14 +264,14 @@ def test_no_noise_makes_a_token_impossible() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 100] = 1
     rows = records([SamplingParams(temperature=1.0, top_k=1, top_p=1.0)])
-    assert sampling.choose(logits, rows, unlucky).tolist() == [100]
+    assert sampling.sample(logits, rows, unlucky).tolist() == [100]
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
     rows = records([SamplingParams(temperature=1.0, top_k=3, top_p=1.0)] * 500)
     logits = random_logits(1, 3).expand(500, -1)
     best = set(logits[0].topk(3).indices.tolist())
-    assert set(sampling.choose(logits, rows, keys(1, 500)).tolist()) == best
+    assert set(sampling.sample(logits, rows, keys(1, 500)).tolist()) == best
 
 
 def test_forced_tokens_are_taken() -> None:
@@ -331,7 +331,7 @@ def test_logits_that_are_not_finite_are_noticed() -> None:
     slots, logits = begin([SamplingParams(temperature=0)] * 3), random_logits(3, 2)
     logits[1, 100], logits[2] = torch.nan, -torch.inf
     advance(slots, logits)
-    assert slots.broken[:3].tolist() == [False, True, True]
+    assert slots.not_finite[:3].tolist() == [False, True, True]
 
 
 def test_random_numbers_depend_on_seed_prompt_sample_and_position_alone() -> None:
@@ -353,4 +353,4 @@ def test_a_row_that_is_done_is_not_broken_by_what_it_computes() -> None:
     advance(slots, random_logits(2, 1))
     assert slots.done[:2].tolist() == [True, False]
     advance(slots, torch.full((2, VOCAB), float("nan")))
-    assert slots.broken[:2].tolist() == [False, True]
+    assert slots.not_finite[:2].tolist() == [False, True]

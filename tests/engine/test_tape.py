@@ -96,7 +96,7 @@ def test_every_code_is_where_the_kernel_reads_it(blocks: int) -> None:
     assert torch.equal(head[:203, :48], weights.matrix("wte.weight").plain(torch.float16).float())
     assert tapes.scales.shape == (2 * 2 * 48,)
     assert torch.equal(tapes.scales[3 * 48 :], weights.tensors["h.1.mlp.c_proj.weight.scale"])
-    assert torch.equal(tapes.lines[1, 144:, 2], weights.tensors["h.1.mlp.c_fc.weight.scale"])
+    assert torch.equal(tapes.norm_terms[1, 144:, 2], weights.tensors["h.1.mlp.c_fc.weight.scale"])
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 40])
@@ -224,7 +224,7 @@ def test_layernorm_behind_a_product_is_layernorm_before_it() -> None:
     weights = load("random:n_layer=2,n_head=3,n_embd=48,n_positions=64,vocab_size=203", dtype="fp32")
     tensors = {name: torch.randn_like(tensor) for name, tensor in weights.tensors.items()}
     weights = replace(weights, tensors=tensors)
-    lines = record(weights, plan(Extents("fp32", 48, 192, 3, 2, 203, 1, 5, "sm_90"))).lines.double()
+    lines = record(weights, plan(Extents("fp32", 48, 192, 3, 2, 203, 1, 5, "sm_90"))).norm_terms.double()
     assert lines.shape == (2, 3 * 48 + 192, 2)
     x = 3 * torch.randn(48, dtype=torch.float64) + 1
     mean, deviation = x.mean(), x.std(correction=0)

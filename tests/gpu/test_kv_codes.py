@@ -17,7 +17,7 @@ from warpline import LLM, SamplingParams
 from warpline.codes import decode, encode
 from warpline.config import ROUNDING, EngineConfig
 from warpline.engine.check.diff import compare
-from warpline.engine.crossing import BROKEN
+from warpline.engine.crossing import NOT_FINITE
 from warpline.engine.executors import create
 from warpline.engine.request import Request, Span
 from warpline.kernels import launch
@@ -68,7 +68,7 @@ def test_codes_and_scales_are_torchs_to_the_bit(depth: int, dtype: str) -> None:
     [(SMALL, [1]), (SMALL, [9, 40, 17]), (SMALL, [30] * 12), ("random:gpt2", [300]), ("random:gpt2", [70, 130] * 5)],
 )
 def test_executors_compute_what_torch_does(model: str, lengths: list[int], dtype: str, name: str) -> None:
-    """Step by step on the same text, prompts included, as near as rounding allows."""
+    """OpCall by step on the same text, prompts included, as near as rounding allows."""
     weights, rng = load(model, dtype=dtype, device="cuda"), random.Random(1)
     texts = [[rng.randrange(weights.config.vocab_size) for _ in range(length + 6)] for length in lengths]
     ours, theirs = (create(kind, weights, GPU, dtype, INT8) for kind in (name, "torch"))
@@ -148,5 +148,5 @@ def test_what_is_no_number_ends_its_sequence_alone() -> None:
     assert slots.cache.scales is not None
     slots.cache.scales[1, lanes[1], 2, 0, 1] = torch.nan
     executor.decode(slots, lanes, 5)
-    flags = slots.report(lanes, 60).wait().flags & BROKEN
+    flags = slots.report(lanes, 60).wait().flags & NOT_FINITE
     assert flags.astype(bool).tolist() == [False, True, False]

@@ -13,7 +13,7 @@ from warpline import LLM
 from warpline.bench.oracle import Oracle
 from warpline.config import EngineConfig
 from warpline.config import SamplingParams as Params
-from warpline.engine.crossing import BROKEN, FAULT
+from warpline.engine.crossing import FAULT, NOT_FINITE
 from warpline.engine.executors import Executor, create
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Request, Span
@@ -56,7 +56,7 @@ def run(executor: Executor, asked: list[Request], chunk: int = 1000, slots: Slot
     if news.flags.any() and news.flags[0] & FAULT:
         slots.fault.zero_()
         raise executor.fault()
-    assert not (news.flags & BROKEN).any()
+    assert not (news.flags & NOT_FINITE).any()
     for slot in lanes:
         slots.release(slot)
     return [[*r.prompt, *row[:n].tolist()] for r, row, n in zip(asked, news.tokens, news.counts, strict=True)]
@@ -211,7 +211,7 @@ def test_a_head_that_is_no_number_is_noticed() -> None:
     executor.prefill(slots, [Span(lanes[0], 0, 9, (lanes[0],))])
     weights.tensors["wte.weight"][5, 3] = float("nan")
     executor.decode(slots, lanes, 3)
-    assert (slots.report(lanes, 8).wait().flags & BROKEN).all()
+    assert (slots.report(lanes, 8).wait().flags & NOT_FINITE).all()
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpline.kernels.cpu.sharing import dealt
+from warpline.kernels.cpu.sharing import part_of
 
 
 @given(pieces=st.integers(1, 200), threads=st.integers(1, 40))
 def test_threads_that_take_turns_read_on_where_they_were(pieces: int, threads: int) -> None:
-    parts = [dealt.py_func(piece, pieces, threads) for piece in range(pieces)]
+    parts = [part_of.py_func(piece, pieces, threads) for piece in range(pieces)]
     assert sorted(parts) == list(range(pieces))
     for me in range(threads):
         own = parts[: pieces // threads * threads][me::threads]

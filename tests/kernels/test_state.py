@@ -18,9 +18,9 @@ from warpline.kernels.spec import KernelSpec
 from warpline.kernels.verify import random_inputs
 
 SLOTS, CAPACITY, WIDTH, EOS, VOCAB = 7, 12, 5, 3, 9
-WHOLE = ("length", "known", "limit", "min_length", "top_k")
-NUMBERS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
-FLAGS = ("stops_at_eos", "biased", "done", "broken")
+INTEGERS = ("length", "known", "limit", "min_length", "top_k")
+FLOATS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
+FLAGS = ("stops_at_eos", "biased", "done", "not_finite")
 
 
 def test_noise_is_splitmix64s() -> None:
@@ -55,34 +55,34 @@ def test_lanes_are_distinct_slots(spec: KernelSpec) -> None:
 class Slot:
     """One slot, in plain Python."""
 
-    whole: list[int]
-    numbers: list[float]
+    integers: list[int]
+    floats: list[float]
     stops: bool
     stream: int
     tokens: list[int]
     biases: dict[int, float] | None  # None: its tables are not used
     counts: dict[int, int] = dataclasses.field(default_factory=dict)
     done: bool = False
-    broken: bool = False
+    not_finite: bool = False
     reported: int = 0
 
 
 def empty_state() -> dict[str, Tensor]:
     """Full of what was there before."""
-    whole = {name: torch.full((SLOTS,), 99) for name in (*WHOLE, "reported")}
-    numbers = {name: torch.full((SLOTS,), 9.0) for name in NUMBERS}
+    integers = {name: torch.full((SLOTS,), 99) for name in (*INTEGERS, "reported")}
+    floats = {name: torch.full((SLOTS,), 9.0) for name in FLOATS}
     flags = {name: torch.ones(SLOTS, dtype=torch.bool) for name in FLAGS}
     tokens = {"tokens": torch.full((SLOTS, CAPACITY), 7), "noise": torch.zeros(SLOTS, CAPACITY, dtype=torch.int32)}
     counts = torch.full((SLOTS, VOCAB), 55, dtype=torch.int32)
-    return {**whole, **numbers, **flags, **tokens, "bias": torch.full((SLOTS, VOCAB), 5.0), "counts": counts}
+    return {**integers, **floats, **flags, **tokens, "bias": torch.full((SLOTS, VOCAB), 5.0), "counts": counts}
 
 
-def call(state: dict[str, Tensor], name: str, given: dict[str, Tensor], **numbers: int) -> dict[str, Tensor]:
+def call(state: dict[str, Tensor], name: str, given: dict[str, Tensor], **floats: int) -> dict[str, Tensor]:
     """Run an op's reference on what is given and on the state, which it changes; returns what it leaves."""
     spec = find(name)
     inputs = [{**state, **given}[buffer.name] for buffer in spec.inputs]
     spec.dims_of([tensor.shape for tensor in inputs])
-    results = dict(zip((b.name for b in spec.results), spec.reference(*inputs, **numbers), strict=True))
+    results = dict(zip((b.name for b in spec.results), spec.reference(*inputs, **floats), strict=True))
     for buffer in spec.results:
         assert results[buffer.name].dtype == launch.TORCH_TYPES[buffer.element("fp32")], buffer.name
     state.update({name: tensor for name, tensor in results.items() if name in state})
@@ -92,12 +92,12 @@ def call(state: dict[str, Tensor], name: str, given: dict[str, Tensor], **number
 def request(rng: random.Random) -> Slot:
     length = rng.randint(1, 4)
     known = rng.randint(length, WIDTH)
-    whole = [length, known, rng.randint(known + 1, CAPACITY), rng.randint(1, 9), rng.randint(1, 50)]
-    numbers = [rng.random() for _ in NUMBERS]
+    integers = [length, known, rng.randint(known + 1, CAPACITY), rng.randint(1, 9), rng.randint(1, 50)]
+    floats = [rng.random() for _ in FLOATS]
     biases = {token: rng.random() for token in rng.sample(range(VOCAB), rng.randint(0, 4))}
     tokens = [rng.randrange(VOCAB) for _ in range(known)]
     used = biases if rng.random() < 0.5 else None
-    return Slot(whole, numbers, rng.random() < 0.7, rng.getrandbits(64), tokens, used)
+    return Slot(integers, floats, rng.random() < 0.7, rng.getrandbits(64), tokens, used)
 
 
 def admit(state: dict[str, Tensor], lanes: Tensor, made: list[Slot]) -> None:
@@ -107,10 +107,10 @@ def admit(state: dict[str, Tensor], lanes: Tensor, made: list[Slot]) -> None:
     biases = [list((slot.biases or {}).items()) for slot in made]
     places = [(sum(map(len, biases[:i])), len(its)) for i, its in enumerate(biases)]
     given = {
-        "whole": torch.tensor(
-            [[*s.whole, begin, *place] for s, begin, place in zip(made, begins, places, strict=True)]
+        "integers": torch.tensor(
+            [[*s.integers, begin, *place] for s, begin, place in zip(made, begins, places, strict=True)]
         ),
-        "numbers": torch.tensor([slot.numbers for slot in made]),
+        "floats": torch.tensor([slot.floats for slot in made]),
         "flags": torch.tensor([[slot.stops, slot.biases is not None] for slot in made]),
         "biased_tokens": torch.tensor([token for its in biases for token, _ in its], dtype=torch.int32),
         "biases": torch.tensor([bias for its in biases for _, bias in its]),
@@ -132,7 +132,7 @@ def test_slots_beside_a_model_of_them() -> None:
                 admit(state, torch.tensor(new), made)
                 slots |= dict(zip(new, made, strict=True))
                 for one in made:
-                    one.reported = one.whole[0]
+                    one.reported = one.integers[0]
             if slots:
                 step(state, slots, rng)
                 tell(state, slots, rng, fault=turn == 5)
@@ -150,16 +150,16 @@ def step(state: dict[str, Tensor], slots: dict[int, Slot], rng: random.Random) -
         slot = slots[lane]
         if slot.done:
             continue
-        length, known, limit = slot.whole[:3]
+        length, known, limit = slot.integers[:3]
         if length >= known:
             slot.tokens.append(drawn)
-        slot.whole[0] = length + 1
+        slot.integers[0] = length + 1
         taken = slot.tokens[length]
         if slot.biases is not None:
-            presence, frequency = slot.numbers[4:]
+            presence, frequency = slot.floats[4:]
             slot.biases[taken] = slot.biases.get(taken, 0.0) - frequency - presence * (taken not in slot.counts)
         slot.counts[taken] = slot.counts.get(taken, 0) + 1
-        slot.broken |= score != score
+        slot.not_finite |= score != score
         slot.done = (slot.tokens[length] == EOS and slot.stops) or length + 1 >= limit
 
 
@@ -172,8 +172,8 @@ def tell(state: dict[str, Tensor], slots: dict[int, Slot], rng: random.Random, *
             assert row == [-1] * width
             continue
         slot = slots[lane]
-        new = slot.tokens[slot.reported : slot.whole[0]][: width - 2]
-        assert row == [len(new), slot.done + 2 * slot.broken + 4 * fault, *new, *[-1] * (width - 2 - len(new))]
+        new = slot.tokens[slot.reported : slot.integers[0]][: width - 2]
+        assert row == [len(new), slot.done + 2 * slot.not_finite + 4 * fault, *new, *[-1] * (width - 2 - len(new))]
         slot.reported += len(new)
 
 
@@ -181,14 +181,19 @@ def compare(state: dict[str, Tensor], at: int, slot: Slot) -> None:
     def held(names: tuple[str, ...]) -> list[Any]:
         return [state[name][at].item() for name in names]
 
-    assert held(WHOLE) == slot.whole
-    assert held(NUMBERS) == pytest.approx(slot.numbers)
-    assert held(("stops_at_eos", "done", "broken", "reported")) == [slot.stops, slot.done, slot.broken, slot.reported]
+    assert held(INTEGERS) == slot.integers
+    assert held(FLOATS) == pytest.approx(slot.floats)
+    assert held(("stops_at_eos", "done", "not_finite", "reported")) == [
+        slot.stops,
+        slot.done,
+        slot.not_finite,
+        slot.reported,
+    ]
     assert state["tokens"][at, : len(slot.tokens)].tolist() == slot.tokens
     assert state["biased"][at].item() == (slot.biases is not None)
     if slot.biases is not None:
         expected = [slot.biases.get(token, 0.0) for token in range(VOCAB)]
-        assert state["bias"][at].tolist() == pytest.approx(expected, abs=1e-6)  # of numbers below 10, in float32
+        assert state["bias"][at].tolist() == pytest.approx(expected, abs=1e-6)  # of floats below 10, in float32
         assert state["counts"][at].tolist() == [slot.counts.get(token, 0) for token in range(VOCAB)]
     assert np.array_equal(state["noise"][at : at + 1].numpy(), noise_keys(np.array([slot.stream], np.uint64), CAPACITY))
 

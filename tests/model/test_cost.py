@@ -13,7 +13,7 @@ from warpline.model import cost, parameters
 from warpline.model.gpt2 import GPT2
 from warpline.model.kv_cache import KVCache
 from warpline.model.observe import observed
-from warpline.model.parameters import Step
+from warpline.model.parameters import ModelOp
 from warpline.model.weights import load
 
 GPT2_CONFIG = FAMILY["gpt2"][1]
@@ -80,9 +80,9 @@ def test_flops_of_products_match_torch(new: int, past: int) -> None:
 def test_a_pass_runs_exactly_the_steps_that_are_costed() -> None:
     config = ModelConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=16)
     for naive in (False, True):
-        ran: list[tuple[Step, int | None]] = []
+        ran: list[tuple[ModelOp, int | None]] = []
 
-        def watch(step: Step, layer: int | None, ran: list[tuple[Step, int | None]] = ran) -> torch.no_grad:
+        def watch(step: ModelOp, layer: int | None, ran: list[tuple[ModelOp, int | None]] = ran) -> torch.no_grad:
             ran.append((step, layer))
             return torch.no_grad()
 
@@ -95,7 +95,7 @@ def test_a_pass_runs_exactly_the_steps_that_are_costed() -> None:
         costed = {c.step: c.calls for c in cost.costs(work)}
         assert {step: sum(s is step for s, _ in ran) for step, _ in ran} == costed
         first_block = [step.name for step, layer in ran if layer in (None, 0)]
-        in_order = [step.name for step in parameters.STEPS if step in costed]
+        in_order = [step.name for step in parameters.OPS if step in costed]
         assert first_block == in_order
 
 

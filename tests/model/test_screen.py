@@ -148,7 +148,7 @@ def test_the_cpu_executor_says_that_a_model_is_broken_screened_or_not() -> None:
         asked = [Request([1, 2, 3], Params(temperature=0), 0, 0, 20)]
         lanes = slots.admit(asked)
         executor.prefill(slots, spans(slots, lanes))
-        assert slots.broken[lanes].all()
+        assert slots.not_finite[lanes].all()
 
 
 @pytest.mark.parametrize("params", [Params(temperature=0.8), Params(temperature=0, repetition_penalty=1.2)])

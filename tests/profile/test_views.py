@@ -9,7 +9,7 @@ import pytest
 from tests.profile.conftest import BLOCK, GPT2, MODEL, PERSISTENT, made_up
 from warpline.errors import ConfigError
 from warpline.model import cost
-from warpline.model.parameters import STEPS
+from warpline.model.parameters import OPS
 from warpline.profile import stamps, tree
 from warpline.profile.classify import classes, classify, unknown
 from warpline.profile.compare import compare
@@ -343,7 +343,7 @@ def test_at_the_limit_nothing_is_proposed() -> None:
 
 
 def test_paths() -> None:
-    assert {path_of(step, None if step.scope == "model" else 3) for step in STEPS} >= {
+    assert {path_of(step, None if step.scope == "model" else 3) for step in OPS} >= {
         ("h.3", "attention", "QKV projection"),
         ("h.3", "MLP", "activation"),
         ("h.3", "residual 1"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from warpline.bench import budget
 from warpline.bench import methods as known
-from warpline.bench import plan
 from warpline.bench.protocol import Sample
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
@@ -48,7 +48,7 @@ def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: di
         row["tokens_per_second"] = round(case.batch * case.prompt / whole.median, 2)
         row["tflop_s"] = round(cost.total_flops(work) / whole.median / 1e12, 3)
         if counted:
-            best = plan.seconds_at_best(case, config, *limits.values(), kv_dtype=kind.kv_stored)
+            best = budget.seconds_at_best(case, config, *limits.values(), kv_dtype=kind.kv_stored)
             row["percent_of_limit"] = round(100 * best / whole.median, 2)
         return row
     row["tokens_per_second"] = round(case.batch * case.new / whole.median, 2)

@@ -95,7 +95,7 @@ def main(job: str) -> None:
     asked_for, device = Case(**asked["case"]), torch.device(asked["device"])
     case = replace(asked_for, new=max(2, asked_for.new))
     kind = methods.find(asked["method"])
-    kind.begin(case, device)
+    kind.start_compiling(case, device)
     weights = load(case.model, dtype=kind.stored or case.dtype, device=str(device))
     method = kind(weights, case, device)
     prompts = torch.arange(case.prompt).repeat(case.batch, 1).to(device) % weights.config.vocab_size

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from warpline import hardware
+from warpline.bench import budget, throughput
 from warpline.bench import methods as known
-from warpline.bench import plan, throughput
+from warpline.bench.budget import NO_TIME, Deadline
 from warpline.bench.figures import Times, figures
 from warpline.bench.methods.base import Method
 from warpline.bench.methods.names import METHODS
 from warpline.bench.oracle import Oracle
-from warpline.bench.plan import NO_TIME, Deadline
 from warpline.bench.process import measure_process
 from warpline.bench.protocol import Sample, collect, interleave, timed, timed_result
 from warpline.bench.rows import FAILURES, failed, provenance
@@ -117,7 +117,7 @@ class Bench:
 
     def _at_best(self, case: Case) -> float:
         """Return the seconds of one generation at the limits of this machine."""
-        return plan.seconds_at_best(case, case.windowed(read_config(case.model)), *self.limits(case).values())
+        return budget.seconds_at_best(case, case.windowed(read_config(case.model)), *self.limits(case).values())
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -125,13 +125,13 @@ class Bench:
         """Return the seconds that the first of these cases may take."""
         if math.isinf(self.settings.limit_seconds):
             return math.inf
-        return plan.share(max(0.0, self._left), [self._need(case, methods) for case in cases])
+        return budget.share(max(0.0, self._left), [self._need(case, methods) for case in cases])
 
     def _need(self, case: Case, methods: Sequence[str]) -> tuple[float, float]:
         """Return the seconds that a case takes at least and at most, with the methods that can run it."""
         device, possible = torch.device(self.settings.device), case.obstacle(read_config(case.model)) is None
         able = [kind for kind in map(known.find, methods) if possible and kind.obstacle(case, device) is None]
-        return plan.need(case, self._at_best(case), [kind.startup_seconds for kind in able])
+        return budget.need(case, self._at_best(case), [kind.startup_seconds for kind in able])
 
     @property
     def _left(self) -> float:

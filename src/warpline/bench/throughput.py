@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpline.bench import budget
 from warpline.bench import methods as known
-from warpline.bench import plan
+from warpline.bench.budget import NO_TIME, Deadline
 from warpline.bench.methods.base import Counts, Method
 from warpline.bench.oracle import Oracle, Verdict
-from warpline.bench.plan import NO_TIME, Deadline
 from warpline.bench.protocol import Sample, collect, interleave
 from warpline.bench.requests import Asked, batches, by_output, requests
 from warpline.bench.rows import FAILURES, failed
@@ -254,7 +254,7 @@ def figures(case: Case, config: ModelConfig, name: str, sample: Sample, limits: 
         "tokens_per_second": round(wanted / sample.median, 2),
     }
     if kind.exact or kind.stored or kind.kv_stored:  # others move fewer bytes than the dtype says
-        best = plan.seconds_at_best(case, config, *limits.values(), kv_dtype=kind.kv_stored)
+        best = budget.seconds_at_best(case, config, *limits.values(), kv_dtype=kind.kv_stored)
         row["percent_of_limit"] = round(100 * best / sample.median, 2)
     return row
 

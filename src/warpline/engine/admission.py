@@ -27,9 +27,9 @@ class Admission:
         #: In the order in which the op `admit` takes them.
         self.tensors = (
             room(torch.int64, rows).fill_(-1),  # lanes, -1 where there is no sequence
-            # whole: length, known, limit, min_length, top_k, begin of its tokens, begin and number of its biases
+            # integers: length, known, limit, min_length, top_k, begin of its tokens, begin and number of its biases
             room(torch.int64, rows, 8),
-            room(torch.float32, rows, 6),  # numbers: temperature, top_p, min_p, penalty, presence, frequency
+            room(torch.float32, rows, 6),  # floats: temperature, top_p, min_p, penalty, presence, frequency
             room(torch.bool, rows, 2),  # flags: stops_at_eos, biased
             room(torch.int64, rows),  # stream: key of its randomness
             room(torch.int32, rows * capacity),  # given: prompts and forced tokens, one behind the other
@@ -37,7 +37,7 @@ class Admission:
             room(torch.float32, rows * MOST_BIASES),  # biases: what is added to their logits
         )
         arrays = [tensor.numpy() for tensor in self.tensors]
-        self.lanes, self.whole, self.numbers, self.flags, self.stream, self.given, *biases = arrays
+        self.lanes, self.integers, self.floats, self.flags, self.stream, self.given, *biases = arrays
         self.biased_tokens, self.biases = biases
         self.count = 0
 
@@ -50,17 +50,17 @@ class Admission:
         found = (
             [settings[id(request.params)] for request in requests] if len(settings) > 1 else [*settings.values()] * n
         )
-        whole = self.whole[:n]
-        whole[:, 0] = [len(request.prompt) for request in requests]
-        whole[:, 1] = [len(ids) for ids in given]
-        whole[:, 2] = [request.limit for request in requests]
-        whole[:, 3] = whole[:, 0] + [its.min_tokens for its in found]
-        whole[:, 4] = [its.top_k for its in found]
-        whole[:, 5] = begins[:n]
+        integers = self.integers[:n]
+        integers[:, 0] = [len(request.prompt) for request in requests]
+        integers[:, 1] = [len(ids) for ids in given]
+        integers[:, 2] = [request.limit for request in requests]
+        integers[:, 3] = integers[:, 0] + [its.min_tokens for its in found]
+        integers[:, 4] = [its.top_k for its in found]
+        integers[:, 5] = begins[:n]
         self._fill_biases(found)
-        self.numbers[:n] = [its.numbers for its in found]
+        self.floats[:n] = [its.floats for its in found]
         self.flags[:n] = [its.flags for its in found]
-        streams = [request.stream if its.numbers[0] > 0 else 0 for request, its in zip(requests, found, strict=True)]
+        streams = [request.stream if its.floats[0] > 0 else 0 for request, its in zip(requests, found, strict=True)]
         self.stream[:n] = np.array(streams, np.uint64).view(np.int64)
         np.concatenate(given, out=self.given[: begins[-1]], casting="same_kind")
         self.lanes[n : self.count] = -1
@@ -69,7 +69,7 @@ class Admission:
     def _fill_biases(self, settings: Sequence[_Settings]) -> None:
         counts = [len(its.biases) for its in settings]
         ends = [*itertools.accumulate(counts, initial=0)]
-        self.whole[: len(counts), 6], self.whole[: len(counts), 7] = ends[:-1], counts
+        self.integers[: len(counts), 6], self.integers[: len(counts), 7] = ends[:-1], counts
         for its, begin in zip(settings, ends, strict=False):
             if its.biases:
                 part = slice(begin, begin + len(its.biases))
@@ -77,13 +77,13 @@ class Admission:
 
     def tokens(self) -> list[np.ndarray]:
         """Of each sequence."""
-        return [self.given[begin : begin + known] for known, begin in self.whole[: self.count, [1, 5]].tolist()]
+        return [self.given[begin : begin + known] for known, begin in self.integers[: self.count, [1, 5]].tolist()]
 
     def adjusted(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """Of each sequence that adjusts tokens: which it is, their ids, and what is added to their logits."""
         found = []
         for row in np.flatnonzero(self.flags[: self.count, 1]).tolist():
-            begin, count = self.whole[row, 6:8].tolist()
+            begin, count = self.integers[row, 6:8].tolist()
             found.append((row, self.biased_tokens[begin : begin + count], self.biases[begin : begin + count]))
         return found
 
@@ -101,14 +101,14 @@ class _Settings(NamedTuple):
     min_tokens: int
     top_k: int
     flags: tuple[bool, bool]
-    numbers: tuple[float, ...]
+    floats: tuple[float, ...]
     biases: tuple[tuple[int, float], ...]
 
 
 def _settings(params: SamplingParams, vocab: int) -> _Settings:
     top = params.top_k if 0 < params.top_k < vocab else ALL_TOKENS
-    numbers = (
+    floats = (
         params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.presence_penalty,
         params.frequency_penalty,
     )  # fmt: skip
-    return _Settings(params.min_tokens, top, (not params.ignore_eos, params.adjusts_tokens), numbers, params.biases)
+    return _Settings(params.min_tokens, top, (not params.ignore_eos, params.adjusts_tokens), floats, params.biases)

@@ -24,7 +24,7 @@ from warpline.kernels.noise import noise_keys
 if TYPE_CHECKING:
     from warpline.engine.slots import Slots
 
-DONE, BROKEN, FAULT = 1, 2, 4
+DONE, NOT_FINITE, FAULT = 1, 2, 4
 
 
 class Logprobs(NamedTuple):
@@ -39,7 +39,7 @@ class News(NamedTuple):
     """What lanes have got since the last report."""
 
     counts: np.ndarray  # [n]: tokens
-    flags: np.ndarray  # [n]: DONE, BROKEN, FAULT
+    flags: np.ndarray  # [n]: DONE, NOT_FINITE, FAULT
     tokens: np.ndarray  # [n, most]: the first `counts` of each row
     logprobs: dict[int, Logprobs]  # of slots that want them
 
@@ -113,9 +113,10 @@ class Crossing(ABC):
 
     def __init__(self, slots: Slots):
         self._tokens, self._noise, self._fault = slots.tokens, slots.noise, slots.fault
-        self._whole, self._numbers, self._flags = slots.whole, slots.numbers, slots.flags
+        self._integers, self._floats, self._flags = slots.integers, slots.floats, slots.flags
         self._bias, self._counts = slots.bias, slots.counts
-        self._length, self._reported, self._done, self._broken = slots.length, slots.reported, slots.done, slots.broken
+        self._length, self._reported = slots.length, slots.reported
+        self._done, self._not_finite = slots.done, slots.not_finite
         self._device, self._parking, self._vocab = slots.device, slots.parking, slots.config.vocab_size
         self._pinned, self._rows = slots.device.type == "cuda", slots.count + 1
         self.progress = Progress()
@@ -164,10 +165,10 @@ class HostCrossing(Crossing):
     """Where the slots are the host's own memory: by numpy, which is quicker there than torch."""
 
     def _admit(self, slots: Sequence[int], admission: Admission) -> None:
-        n, whole, numbers, flags = len(slots), self._whole.numpy(), self._numbers.numpy(), self._flags.numpy()
-        brought = admission.whole[:n].T
-        whole[:-1, slots], whole[-1, slots] = brought[:5], brought[0]
-        numbers[:, slots] = admission.numbers[:n].T
+        n, integers, floats, flags = len(slots), self._integers.numpy(), self._floats.numpy(), self._flags.numpy()
+        brought = admission.integers[:n].T
+        integers[:-1, slots], integers[-1, slots] = brought[:5], brought[0]
+        floats[:, slots] = admission.floats[:n].T
         flags[:2, slots], flags[2:, slots] = admission.flags[:n].T, False
         tokens, noise = self._tokens.numpy(), self._noise.numpy()
         for slot, ids in zip(slots, admission.tokens(), strict=True):
@@ -176,7 +177,7 @@ class HostCrossing(Crossing):
         for which, chosen, added in admission.adjusted():
             bias[slots[which]] = counts[slots[which]] = 0
             bias[slots[which], chosen] = added
-        drawn = np.flatnonzero(admission.numbers[:n, 0] > 0)
+        drawn = np.flatnonzero(admission.floats[:n, 0] > 0)
         if len(drawn):
             count = min(int(brought[2, drawn].max()), noise.shape[1])
             noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn].view(np.uint64), count)
@@ -189,7 +190,7 @@ class HostCrossing(Crossing):
         known[index] = reported + count
         packed = np.full((len(index), 2 + most), -1, np.int64)
         packed[:, 0] = count
-        packed[:, 1] = self._done.numpy()[index] * DONE + self._broken.numpy()[index] * BROKEN
+        packed[:, 1] = self._done.numpy()[index] * DONE + self._not_finite.numpy()[index] * NOT_FINITE
         for row, slot, first, n in zip(packed, index, reported.tolist(), count.tolist(), strict=True):
             row[2 : 2 + n] = tokens[slot, first : first + n]
         return Report(lambda: packed, logprobs)
@@ -202,9 +203,9 @@ class TorchCrossing(Crossing):
         """A few operators for each kind of field."""
         n, given = len(slots), admission.tokens()
         index, width = self._sent(np.array(slots)), max(map(len, given))
-        self._whole[:-1, index] = self._sent(admission.whole[:n, :5].T)
+        self._integers[:-1, index] = self._sent(admission.integers[:n, :5].T)
         self._reported[index] = self._length[index]
-        self._numbers[:, index] = self._sent(admission.numbers[:n].T)
+        self._floats[:, index] = self._sent(admission.floats[:n].T)
         self._flags[:, index] = False
         self._flags[:2, index] = self._sent(admission.flags[:n].T)
         for which, chosen, added in admission.adjusted():
@@ -215,9 +216,9 @@ class TorchCrossing(Crossing):
         for row, ids in zip(padded, given, strict=True):
             row[: len(ids)] = ids
         self._tokens[index, :width] = self._sent(padded)
-        drawn = np.flatnonzero(admission.numbers[:n, 0] > 0)
+        drawn = np.flatnonzero(admission.floats[:n, 0] > 0)
         if len(drawn):
-            count = min(int(admission.whole[drawn, 2].max()), self._noise.shape[1])
+            count = min(int(admission.integers[drawn, 2].max()), self._noise.shape[1])
             self._noise[index[drawn], :count] = self._sent(noise_keys(admission.stream[drawn].view(np.uint64), count))
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
@@ -228,7 +229,7 @@ class TorchCrossing(Crossing):
         place = torch.arange(most, device=self._device)
         columns = (reported[:, None] + place).clamp(max=self._tokens.shape[1] - 1)
         tokens = self._tokens[index].gather(1, columns).where(place < count[:, None], -1)
-        flags = self._done[index] * DONE + self._broken[index] * BROKEN + (self._fault != 0) * FAULT
+        flags = self._done[index] * DONE + self._not_finite[index] * NOT_FINITE + (self._fault != 0) * FAULT
         self._reported[index] = reported + count
         packed = torch.cat([count[:, None], flags[:, None], tokens], dim=1)
         return Report(lambda: packed.cpu().numpy(), logprobs, self.progress)
@@ -254,7 +255,7 @@ class KernelCrossing(Crossing):
 
     def _admit(self, slots: Sequence[int], admission: Admission) -> None:
         if self._launch is None:
-            records = [*self._whole[:-1], *self._numbers, *self._flags, self._reported]
+            records = [*self._integers[:-1], *self._floats, *self._flags, self._reported]
             tables = [self._bias, self._counts, self._tokens, self._noise]
             self._launch = _bound("admit", [*admission.tensors, *records, *tables])
         self._launch()
@@ -267,9 +268,9 @@ class KernelCrossing(Crossing):
         if landing.report is not None:
             landing.report.wait()
         if landing.launch is None:
-            read = [self._tokens, self._length, self._done, self._broken, landing.lanes, self._fault]
+            read = [self._tokens, self._length, self._done, self._not_finite, landing.lanes, self._fault]
             landing.launch = _bound("report", [*read, self._reported, landing.news])
-        landing.choose(lanes)
+        landing.select(lanes)
         landing.launch()
         self.progress.enqueued += 1
         landing.report = Report(partial(landing.read, self._passed(last), len(lanes), most), logprobs, self.progress)
@@ -294,7 +295,7 @@ class _Landing:
         self.launch: Callable[[], object] | None = None
         self.report: Report | None = None
 
-    def choose(self, lanes: Sequence[int]) -> None:
+    def select(self, lanes: Sequence[int]) -> None:
         """Whose tokens the next report brings."""
         self._lanes[: len(lanes)], self._lanes[len(lanes) : self._count] = lanes, -1
         self._count = len(lanes)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from warpline.engine.clock import Clock, OnStream, Stats, shared_stream
-from warpline.engine.crossing import BROKEN, FAULT, Logprobs, News
+from warpline.engine.crossing import FAULT, NOT_FINITE, Logprobs, News
 from warpline.engine.executors.base import Executor
 from warpline.engine.failure import told
 from warpline.engine.job import Flight, Job
@@ -299,15 +299,15 @@ class Engine:
             raise self.executor.fault()
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
             if job.ended:  # before, or by the host, or cancelled, while this was under way
-                if flags[i] & BROKEN and job.error is None:
+                if flags[i] & NOT_FINITE and job.error is None:
                     self._allocated().erase(job.slot)
                 continue
             lengths.append(job.length)
             job.length += count
             if flags[i]:
                 job.ended = True
-                if flags[i] & BROKEN:
-                    job.error = self._broken()
+                if flags[i] & NOT_FINITE:
+                    job.error = self._not_finite()
             if count or job.ended:
                 self._landed.append((job, i, job.ended))
         self._news = news
@@ -319,7 +319,7 @@ class Engine:
             if len(self._flights) == 1:
                 self._idle_since = flight.clock.ended
 
-    def _broken(self) -> ModelError:
+    def _not_finite(self) -> ModelError:
         why = f"its weights are damaged, or {self.executor.dtype} overflowed"
         return ModelError(f"{self.model} computed logits that are no numbers: {why}; try --dtype fp32")
 

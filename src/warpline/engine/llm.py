@@ -83,8 +83,8 @@ class LLM:
             torch.set_num_threads(asked.threads)
         config = weights.read_config(model)
         found = dtype_of(asked.dtype, hardware.describe(str(chosen_device)), weights.stored_dtype(model))
-        chosen = executors.choose(asked.executor, chosen_device, config, found)
-        executors.begin(chosen, config, chosen_device, found)
+        chosen = executors.resolve(asked.executor, chosen_device, config, found)
+        executors.start_compiling(chosen, config, chosen_device, found)
         loaded = weights.load(model, dtype=found, device=str(chosen_device))
         self._assemble(model, loaded, chosen_device, found, chosen, asked)
         if chosen_device.type == "cpu":
@@ -105,7 +105,7 @@ class LLM:
     ) -> LLM:
         """One over weights that are loaded already."""
         made, device = cls.__new__(cls), numbered(device)
-        chosen = executors.choose(executor, device, loaded.config, dtype)
+        chosen = executors.resolve(executor, device, loaded.config, dtype)
         asked = EngineConfig(kv_dtype=kv_dtype, max_batch=max_batch, window=window)
         made._assemble(loaded.name, loaded, device, dtype, chosen, asked)
         return made

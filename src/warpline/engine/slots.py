@@ -24,9 +24,9 @@ from warpline.errors import ConfigError
 from warpline.model.kv_cache import KVCache
 
 #: The record of a slot: what there is one of for each. They are rows of one matrix per type.
-WHOLE = ("length", "known", "limit", "min_length", "top_k", "reported")
-NUMBERS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
-FLAGS = ("stops_at_eos", "biased", "done", "broken")
+INTEGERS = ("length", "known", "limit", "min_length", "top_k", "reported")
+FLOATS = ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
+FLAGS = ("stops_at_eos", "biased", "done", "not_finite")
 
 
 class Record:
@@ -47,7 +47,7 @@ class Record:
     stops_at_eos: Tensor
     biased: Tensor  # whether the slot's rows of `bias` and `counts` are used
     done: Tensor
-    broken: Tensor
+    not_finite: Tensor
 
 
 class Slots(Record):
@@ -56,7 +56,7 @@ class Slots(Record):
 
     For every lane whose slot is not done, an executor's step takes the token at length - 1, stores its K and V at that
     position, and then, as `sampling.advance` does in torch: writes the next token at `length` (the one that stands
-    there already while length < known), sets `broken` if the logits are not finite, fills the logprob buffers where
+    there already while length < known), sets `not_finite` if the logits are not finite, fills the logprob buffers where
     some sequence wants them, adds 1 to `length`, sets `done` at the end of text (where stops_at_eos) or at `limit`, and
     where `biased` takes `frequency` off the token's `bias`, the first time `presence` too.
     """
@@ -79,10 +79,10 @@ class Slots(Record):
         # Where a slot is `biased`: what is added to each token's logit, and how often the token has been appended.
         self.bias = torch.zeros(rows, config.vocab_size, device=device)
         self.counts = torch.zeros(rows, config.vocab_size, dtype=torch.int32, device=device)
-        self.whole = torch.zeros(len(WHOLE), rows, dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(len(NUMBERS), rows, device=device)
+        self.integers = torch.zeros(len(INTEGERS), rows, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(len(FLOATS), rows, device=device)
         self.flags = torch.zeros(len(FLAGS), rows, dtype=torch.bool, device=device)
-        for names, matrix in ((WHOLE, self.whole), (NUMBERS, self.numbers), (FLAGS, self.flags)):
+        for names, matrix in ((INTEGERS, self.integers), (FLOATS, self.floats), (FLAGS, self.flags)):
             for name, row in zip(names, matrix, strict=True):
                 setattr(self, name, row)
         for name in ("length", "known", "limit", "top_k", "top_p", "penalty", "done"):

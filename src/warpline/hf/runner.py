@@ -29,7 +29,7 @@ class Runner:
         some = model.transformer.wte.weight
         self.device, self.dtype, self.eos = some.device, DTYPES[some.dtype], eos
         views = take(model, copy=False, eos=eos)
-        name = executors.choose("auto", self.device, views.weights.config, self.dtype)
+        name = executors.resolve("auto", self.device, views.weights.config, self.dtype)
         on_torch = name == "torch"
         with explained_memory("a second copy of the model's matrices"):
             self.taken: Taken = views if on_torch else take(model, copy=True, eos=eos)

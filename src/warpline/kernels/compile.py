@@ -28,6 +28,7 @@ from warpline.progress import progress
 SOURCE = Path(__file__).parent / "cuda"
 #: NVRTC's own cache would leave out the assembler's report; ours keeps it.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--no-cache")
+_COMMENT = re.compile(r"\s*//[^\n]*")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 logger = logging.getLogger(__name__)
@@ -133,10 +134,10 @@ def _own_headers(unit: str) -> list[str]:
 
 @functools.cache
 def header_digest(header: str) -> str:
-    """Digest of a header of ours and of those it includes: what was found out about a kernel holds for this code."""
+    """Digest of a header of ours and of those it includes, without comments: measurements hold for this code."""
     digest = hashlib.sha256()
     for text in _own_headers(f'#include "{header}"'):
-        digest.update(text.encode() + b"\0")
+        digest.update(_COMMENT.sub("", text).encode() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Exchanges that filters may take to choose a token, at most; nearly always there are three.
-CHOICE_TURNS = 64
+SAMPLER_TURNS = 64
 #: Moments that a launch can stamp, per layer and per token.
 LAYER_STAMPS = (
     "ln_1: rows gathered",
@@ -34,12 +34,16 @@ LAYER_STAMPS = (
 )
 TOKEN_STAMPS = ("ln_f: rows gathered, normalised", "head: multiplied", "token: agreed on")
 
+#: Vectors of each layer that the kernel reads, in the order in which they lie; behind the last layer's those of ln_f.
+VECTORS = ("ln_1.weight", "attn.c_proj.bias", "ln_2.weight", "mlp.c_proj.bias")
+FINAL_VECTORS = ("ln_f.weight", "ln_f.bias")
+
 #: The kernel's arguments; pointers unless they say otherwise.
 _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("tape", "const warpline::Bits*"),
     ("plans", "const warpline::BlockPlan*"),
     ("vectors", "const T*"),
-    ("lines", "const float*"),
+    ("norm_terms", "const float*"),
     ("scales", "const float*"),
     ("head", "const T*"),
     ("wte", "const T*"),
@@ -66,7 +70,7 @@ _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("bias", "float*"),
     ("counts", "int*"),
     ("done", "bool*"),
-    ("broken", "bool*"),
+    ("not_finite", "bool*"),
     ("logits", "float*"),
     ("fault", "int*"),
     ("stamps", "unsigned long long*"),
@@ -144,7 +148,9 @@ class DecodeProgram:
             "CODE_PARTS": made.code_parts,
             **{f"{stage.upper()}_UNITS": max(made.units[stage]) for stage in STAGES},
             "SHARED_BYTES": e.shared_bytes,
-            "CHOICE_TURNS": CHOICE_TURNS,
+            "SAMPLER_TURNS": SAMPLER_TURNS,
+            "VECTORS": len(VECTORS),
+            **{name.upper().replace(".", "_"): i for names in (VECTORS, FINAL_VECTORS) for i, name in enumerate(names)},
             **{f"PAUSE_{what}": cycles for what, cycles in made.pauses().items()},
             "STAMPS": e.stamped_tokens * (len(LAYER_STAMPS) * e.layers + len(TOKEN_STAMPS)),
         }
@@ -237,7 +243,7 @@ class DecodeKernel:
     def launch(self, count: int, arguments: Arguments) -> None:
         """Enqueue up to `count` tokens."""
         extents = self.program.extents
-        turns = count * (extents.layers + (CHOICE_TURNS if extents.filters else 1))
+        turns = count * (extents.layers + (SAMPLER_TURNS if extents.filters else 1))
         if self._tag + turns >= 2**31:
             self.words.zero_()
             self._tag = 1

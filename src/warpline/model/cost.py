@@ -20,7 +20,7 @@ from warpline.model.parameters import is_quantised
 class StepCost:
     """The cost of one step per forward pass, over all layers."""
 
-    step: p.Step
+    step: p.ModelOp
     calls: int
     weight_bytes: int = 0
     kv_bytes: int = 0
@@ -85,7 +85,7 @@ def prefill(config: ModelConfig, dtype: str, *, batch: int = 1, tokens: int, kv_
 def costs(work: Workload) -> list[StepCost]:
     """Return the cost of each step that runs, in order."""
     skipped = (p.FUSED_ATTENTION,) if work.naive else (p.SCORES, p.MASK, p.SOFTMAX, p.VALUES)
-    return [_cost(step, work) for step in p.STEPS if step not in skipped]
+    return [_cost(step, work) for step in p.OPS if step not in skipped]
 
 
 def total_bytes(work: Workload, *, activations: bool = False) -> int:
@@ -135,7 +135,7 @@ def decode_bytes(
     return steps * fixed + positions * kv_bytes_per_position(config, dtype, kv_dtype)
 
 
-def _cost(step: p.Step, work: Workload) -> StepCost:
+def _cost(step: p.ModelOp, work: Workload) -> StepCost:
     config, size = work.config, DTYPE_BYTES[ACTIVATION_DTYPES[work.dtype]]
     layers = config.n_layer if step.scope != "model" else 1
     c, inner, heads = config.n_embd, config.inner, config.n_head
@@ -146,7 +146,7 @@ def _cost(step: p.Step, work: Workload) -> StepCost:
     scores = work.batch * heads * work.new * (work.past + work.new)
 
     # step: (elements of activations moved, FLOPs), per layer
-    table: dict[p.Step, tuple[int, int]] = {
+    table: dict[p.ModelOp, tuple[int, int]] = {
         p.EMBEDDING: (rows * c, 0),
         p.POSITION: (rows * c, 0),
         p.ADD: (3 * rows * c, rows * c),
@@ -181,7 +181,7 @@ def _cost(step: p.Step, work: Workload) -> StepCost:
     )
 
 
-def _weight_bytes(step: p.Step, work: Workload) -> int:
+def _weight_bytes(step: p.ModelOp, work: Workload) -> int:
     config = work.config
     if step is p.EMBEDDING or step is p.POSITION:  # one row of the table per token
         return work.batch * work.new * _stored(step.parameters[0], (1, config.n_embd), work.dtype)
@@ -193,7 +193,7 @@ def _weight_bytes(step: p.Step, work: Workload) -> int:
     return sum(_stored(name, shapes[name], work.dtype) for name in step.parameters)
 
 
-def _kv_bytes(step: p.Step, work: Workload) -> int:
+def _kv_bytes(step: p.ModelOp, work: Workload) -> int:
     """Return the bytes that a step moves in one layer's KV cache."""
     per_position = kv_bytes_per_position(work.config, work.dtype, work.kv_dtype) // work.config.n_layer
     if step is p.KV_CACHE:  # written

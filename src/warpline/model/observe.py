@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from warpline.model.parameters import Step
+from warpline.model.parameters import ModelOp
 
 #: Called with the step and its layer (None outside the blocks); its result is entered around the step.
-Observer = Callable[[Step, int | None], AbstractContextManager[object]]
+Observer = Callable[[ModelOp, int | None], AbstractContextManager[object]]
 
 _UNOBSERVED: AbstractContextManager[None] = nullcontext()
 _observer: Observer | None = None
 
 
-def during(step: Step, layer: int | None = None) -> AbstractContextManager[object]:
+def during(step: ModelOp, layer: int | None = None) -> AbstractContextManager[object]:
     """Return the context in which `step` runs; it does nothing unless an observer is set."""
     return _UNOBSERVED if _observer is None else _observer(step, layer)
 

@@ -58,7 +58,7 @@ def count(config: ModelConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ModelOp:
     """A named step of the forward pass, the part of the model it belongs to, and the parameters it reads."""
 
     name: str
@@ -70,32 +70,32 @@ def _affine(module: str) -> tuple[str, str]:
     return f"{module}.weight", f"{module}.bias"
 
 
-EMBEDDING = Step("embedding", "model", ("wte.weight",))
-POSITION = Step("position", "model", ("wpe.weight",))
-ADD = Step("add", "model")
-LN_1 = Step("ln_1", "block", _affine("ln_1"))
-QKV_PROJECTION = Step("QKV projection", "attention", _affine("attn.c_attn"))
-QKV_RESHAPE = Step("QKV reshape", "attention")
-KV_CACHE = Step("KV cache", "attention")
-SCORES = Step("scores", "attention")
-MASK = Step("mask", "attention")
-SOFTMAX = Step("softmax", "attention")
-VALUES = Step("values", "attention")
-FUSED_ATTENTION = Step("fused attention", "attention")
-OUTPUT_RESHAPE = Step("output reshape", "attention")
-OUTPUT_PROJECTION = Step("output projection", "attention", _affine("attn.c_proj"))
-RESIDUAL_1 = Step("residual 1", "block")
-LN_2 = Step("ln_2", "block", _affine("ln_2"))
-EXPANSION = Step("expansion", "mlp", _affine("mlp.c_fc"))
-ACTIVATION = Step("activation", "mlp")
-PROJECTION = Step("projection", "mlp", _affine("mlp.c_proj"))
-RESIDUAL_2 = Step("residual 2", "block")
-LN_F = Step("ln_f", "model", _affine("ln_f"))
-LM_HEAD = Step("LM head", "model", ("lm_head.weight",))
+EMBEDDING = ModelOp("embedding", "model", ("wte.weight",))
+POSITION = ModelOp("position", "model", ("wpe.weight",))
+ADD = ModelOp("add", "model")
+LN_1 = ModelOp("ln_1", "block", _affine("ln_1"))
+QKV_PROJECTION = ModelOp("QKV projection", "attention", _affine("attn.c_attn"))
+QKV_RESHAPE = ModelOp("QKV reshape", "attention")
+KV_CACHE = ModelOp("KV cache", "attention")
+SCORES = ModelOp("scores", "attention")
+MASK = ModelOp("mask", "attention")
+SOFTMAX = ModelOp("softmax", "attention")
+VALUES = ModelOp("values", "attention")
+FUSED_ATTENTION = ModelOp("fused attention", "attention")
+OUTPUT_RESHAPE = ModelOp("output reshape", "attention")
+OUTPUT_PROJECTION = ModelOp("output projection", "attention", _affine("attn.c_proj"))
+RESIDUAL_1 = ModelOp("residual 1", "block")
+LN_2 = ModelOp("ln_2", "block", _affine("ln_2"))
+EXPANSION = ModelOp("expansion", "mlp", _affine("mlp.c_fc"))
+ACTIVATION = ModelOp("activation", "mlp")
+PROJECTION = ModelOp("projection", "mlp", _affine("mlp.c_proj"))
+RESIDUAL_2 = ModelOp("residual 2", "block")
+LN_F = ModelOp("ln_f", "model", _affine("ln_f"))
+LM_HEAD = ModelOp("LM head", "model", ("lm_head.weight",))
 
 #: The steps of one forward pass, in order. The naive form runs scores, mask, softmax and values, the other form one
 #: fused attention instead; without a cache there is no KV cache step.
-STEPS: tuple[Step, ...] = (
+OPS: tuple[ModelOp, ...] = (
     EMBEDDING,
     POSITION,
     ADD,

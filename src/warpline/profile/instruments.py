@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from warpline.bench.methods.base import Method
-from warpline.model.parameters import Step
+from warpline.model.parameters import ModelOp
 from warpline.profile.events import Sequencer
 from warpline.profile.names import hf_path, op_path, path_of
 from warpline.profile.order import begins_product, by_products
@@ -47,7 +47,7 @@ class _Placed:
     def step(self) -> None:
         self.mark()
 
-    def part(self, step: Step, layer: int | None) -> AbstractContextManager[object]:
+    def part(self, step: ModelOp, layer: int | None) -> AbstractContextManager[object]:
         return self.span(path_of(step, layer))
 
     def module(self, name: str) -> Callable[[], AbstractContextManager[object]] | None:

@@ -17,11 +17,11 @@ BLOCKS = "transformer blocks"
 PLUS, WHOLE = " + ", "whole model"
 
 _SCOPES: dict[str, ModulePath] = {"block": (), "attention": (ATTENTION,), "mlp": (MLP,)}
-_BY_NAME = {step.name: step for step in p.STEPS}
+_BY_NAME = {step.name: step for step in p.OPS}
 
 #: Modules of transformers' GPT-2, named without "transformer." and "h.3.".
 _HF_MODEL = {"wte": p.EMBEDDING, "wpe": p.POSITION, "ln_f": p.LN_F, "lm_head": p.LM_HEAD}
-_HF_BLOCK: dict[str, p.Step | ModulePath] = {
+_HF_BLOCK: dict[str, p.ModelOp | ModulePath] = {
     "ln_1": p.LN_1,
     "attn": (ATTENTION,),
     "attn.c_attn": p.QKV_PROJECTION,
@@ -34,23 +34,23 @@ _HF_BLOCK: dict[str, p.Step | ModulePath] = {
 }
 
 
-def path_of(step: p.Step, layer: int | None) -> ModulePath:
+def path_of(step: p.ModelOp, layer: int | None) -> ModulePath:
     """Return the path of a step of the model; `layer` is None outside the blocks."""
     if layer is None:
         return (step.name,)
     return (f"h.{layer}", *_SCOPES[step.scope], step.name)
 
 
-def fused(layer: int | None, *steps: p.Step) -> ModulePath:
+def fused(layer: int | None, *steps: p.ModelOp) -> ModulePath:
     """Return the path of a kernel that does several steps: that of its first product, or else of its first step."""
     home = next((step for step in steps if step.scope in ("attention", "mlp")), steps[0])
     return (*path_of(home, layer)[:-1], PLUS.join(step.name for step in steps))
 
 
-def steps_of(name: str) -> list[p.Step]:
+def steps_of(name: str) -> list[p.ModelOp]:
     """Return the priced steps in a leaf's name."""
     if name == WHOLE:
-        return list(p.STEPS)
+        return list(p.OPS)
     return [_BY_NAME[part] for part in name.split(PLUS) if part in _BY_NAME]
 
 
@@ -62,7 +62,7 @@ def hf_path(name: str) -> ModulePath | None:
         if rest is None:
             return (f"h.{layer}",)
         target = _HF_BLOCK.get(rest)
-        if isinstance(target, p.Step):
+        if isinstance(target, p.ModelOp):
             return path_of(target, layer)
         return None if target is None else (f"h.{layer}", *target)
     step = _HF_MODEL.get(inner)
@@ -72,7 +72,7 @@ def hf_path(name: str) -> ModulePath | None:
 # --- ops of a schedule ------------------------------------------------------------------------------------------------
 
 #: Ops whose steps follow from their name alone.
-_BY_OP: dict[str, tuple[p.Step, ...]] = {
+_BY_OP: dict[str, tuple[p.ModelOp, ...]] = {
     "newest_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "prompt_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "append_attention": (p.KV_CACHE, p.FUSED_ATTENTION),
@@ -115,7 +115,7 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
         if norms[0] is p.LN_1 and found:  # the LayerNorm is the next block's, the residual this one's
             layer = int(found[0].split(".")[1]) - 1
         return fused(layer, residual, *norms)
-    steps: list[p.Step] = [*norms, *products]
+    steps: list[p.ModelOp] = [*norms, *products]
     if not steps:
         return (op.replace("_", " "),)  # sample, append token: not a step of the model
     if op.endswith("_gelu"):
@@ -128,7 +128,7 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
 # --- clocks of the persistent kernel and of the cpu executor ----------------------------------------------------------
 
 #: The stage that gathers rows is counted with the product that follows, because its weights arrive in the meantime.
-_STAGES: dict[str, tuple[p.Step, ...]] = {
+_STAGES: dict[str, tuple[p.ModelOp, ...]] = {
     "embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "ln_1": (p.LN_1, p.QKV_PROJECTION),
     "qkv": (p.LN_1, p.QKV_PROJECTION),

@@ -13,7 +13,7 @@ from warpline.profile.names import ATTENTION, path_of
 from warpline.profile.session import ModulePath
 
 #: The products of a block in order, by their number.
-_PRODUCTS: dict[int, tuple[p.Step, ...]] = {
+_PRODUCTS: dict[int, tuple[p.ModelOp, ...]] = {
     4: (p.QKV_PROJECTION, p.OUTPUT_PROJECTION, p.EXPANSION, p.PROJECTION),
     6: (p.QKV_PROJECTION, p.SCORES, p.VALUES, p.OUTPUT_PROJECTION, p.EXPANSION, p.PROJECTION),
 }
@@ -32,7 +32,7 @@ def by_products(names: Sequence[str], layers: int) -> list[ModulePath | None]:
     per, rest = divmod(len(products) - 1, layers)
     if rest or per not in _PRODUCTS:
         return [None] * len(names)
-    anchors: list[tuple[p.Step, int | None]] = [(step, layer) for layer in range(layers) for step in _PRODUCTS[per]]
+    anchors: list[tuple[p.ModelOp, int | None]] = [(step, layer) for layer in range(layers) for step in _PRODUCTS[per]]
     anchors.append((p.LM_HEAD, None))
     found: list[ModulePath | None] = []
     at = -1  # the last product so far
@@ -51,7 +51,7 @@ def by_products(names: Sequence[str], layers: int) -> list[ModulePath | None]:
 
 
 def _between(
-    before: tuple[p.Step, int | None] | None, following: tuple[p.Step, int | None] | None, kind: str
+    before: tuple[p.ModelOp, int | None] | None, following: tuple[p.ModelOp, int | None] | None, kind: str
 ) -> ModulePath:
     """Return the module of a kernel between two products, by its class. Adding and normalising counts as LayerNorm."""
     if following is None:

@@ -127,7 +127,7 @@ def points(session: Session, phase: Phase, of: Roofs | None = None) -> list[Poin
     return found
 
 
-def _absent(step: p.Step, phase: Phase) -> bool:
+def _absent(step: p.ModelOp, phase: Phase) -> bool:
     """Whether the step does not happen in this phase: without a KV cache nothing is stored in one."""
     return step is p.KV_CACHE and phase.work.naive
 

@@ -19,12 +19,12 @@ from warpline import hardware
 from warpline.bench.requests import Asked, Batch, batches
 from warpline.bench.workloads import Case
 from warpline.errors import ConfigError
-from warpline.model.parameters import Step
+from warpline.model.parameters import ModelOp
 from warpline.model.quantise import quantised
 from warpline.model.weights import Weights
 
 if TYPE_CHECKING:
-    from warpline.engine.executors.graph.schedule import Step as Op
+    from warpline.engine.executors.graph.schedule import OpCall
 
 #: About how long torch.compile takes for a case in seconds, for planning.
 COMPILE_SECONDS = 25.0
@@ -60,7 +60,7 @@ class Watcher(Protocol):
     def step(self) -> None:
         """Called when a pass over prompts or a decode step begins."""
 
-    def part(self, step: Step, layer: int | None) -> AbstractContextManager[object]:
+    def part(self, step: ModelOp, layer: int | None) -> AbstractContextManager[object]:
         """Return the context to enter around a step of the model."""
 
     def module(self, name: str) -> Callable[[], AbstractContextManager[object]] | None:
@@ -149,7 +149,7 @@ class Method(ABC):
         return None if absent is None else f"{absent} is not installed: pip install 'warpline[{cls.extra}]'"
 
     @classmethod  # noqa: B027 - most have nothing to begin
-    def begin(cls, case: Case, device: torch.device) -> None:
+    def start_compiling(cls, case: Case, device: torch.device) -> None:
         """Start what takes long and needs no weights, while the caller loads them."""
 
     def given(self, prompts: Tensor) -> Any:
@@ -202,7 +202,7 @@ class Method(ABC):
         """Report steps and model parts to the watcher while the context is open."""
         raise ConfigError(f"{self.title} {self.unseen}")
 
-    def table(self, phase: str) -> Sequence[Op] | None:
+    def table(self, phase: str) -> Sequence[OpCall] | None:
         """Return the ops of the last pass of a phase; None if the method has no op table."""
         return None
 

@@ -19,7 +19,7 @@ from warpline.bench.requests import Asked
 from warpline.bench.workloads import Case
 from warpline.config import EngineConfig, SamplingParams
 from warpline.engine import executors
-from warpline.engine.crossing import BROKEN, FAULT
+from warpline.engine.crossing import FAULT, NOT_FINITE
 from warpline.engine.executors.pytorch import TorchExecutor
 from warpline.engine.llm import LLM
 from warpline.engine.request import Request, Span
@@ -30,7 +30,7 @@ from warpline.model.observe import observed
 from warpline.model.weights import Weights, read_config
 
 if TYPE_CHECKING:
-    from warpline.engine.executors.graph.schedule import Step as Op
+    from warpline.engine.executors.graph.schedule import OpCall
 
 #: Name of the cpu executor's work in a phase among torch's operators.
 CPU_CALL = "warpline_cpu_{}"
@@ -70,10 +70,10 @@ class OnLLM(FromHost):
         self._llm = LLM.of(weights, device, case.dtype, kv_dtype=self.kv_stored, window=case.window)
 
     @classmethod
-    def begin(cls, case: Case, device: torch.device) -> None:
+    def start_compiling(cls, case: Case, device: torch.device) -> None:
         """Start compiling as `LLM` does."""
         config, dtype = read_config(case.model), cls.stored or case.dtype
-        executors.begin(executors.choose("auto", device, config, dtype), config, device, dtype)
+        executors.start_compiling(executors.resolve("auto", device, config, dtype), config, device, dtype)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> list[Completion]:
         """Return completions with their texts, as a user gets them."""
@@ -169,9 +169,9 @@ class OnExecutor(FromHost):
         self._pass = 0  # index among the passes over the prompts of one generation
 
     @classmethod
-    def begin(cls, case: Case, device: torch.device) -> None:
+    def start_compiling(cls, case: Case, device: torch.device) -> None:
         """Start compiling as `LLM` does."""
-        executors.begin(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
+        executors.start_compiling(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
         """Admit the prompts to slots, which are reused by the next call, and return the tokens generated."""
@@ -185,7 +185,7 @@ class OnExecutor(FromHost):
         if (news.flags & FAULT).any():
             slots.fault.zero_()
             raise self._executor.fault()
-        if (news.flags & BROKEN).any():
+        if (news.flags & NOT_FINITE).any():
             raise RuntimeError("its logits are no numbers")
         return torch.from_numpy(news.tokens[:, :new].astype(np.int64))
 
@@ -216,7 +216,7 @@ class OnExecutor(FromHost):
 
         return self._executor.trace(mark)
 
-    def table(self, phase: str) -> Sequence[Op] | None:
+    def table(self, phase: str) -> Sequence[OpCall] | None:
         """Return the executor's op table of this phase."""
         return self._executor.table(phase)
 

@@ -28,7 +28,7 @@ EXECUTORS = {
 logger = logging.getLogger(__name__)
 
 
-def choose(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
+def resolve(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
     """Resolve "auto" where nothing is left to choose: a CPU has an executor of its own, and on some GPUs only torch
     runs, which is slow and therefore a warning."""
     if name != "auto":
@@ -75,10 +75,10 @@ def _kind(name: str, dtype: str) -> type[Executor]:
     return kind
 
 
-def begin(name: str, config: ModelConfig, device: torch.device, dtype: str) -> None:
+def start_compiling(name: str, config: ModelConfig, device: torch.device, dtype: str) -> None:
     """Begin what the executor called `name` needs before it has weights."""
     if device.type == "cpu":
-        _kind(name, dtype).begin(config, dtype)
+        _kind(name, dtype).start_compiling(config, dtype)
 
 
 def create(

@@ -13,7 +13,7 @@ from torch import Tensor
 from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.engine.executors.base import Executor, Mark
 from warpline.engine.executors.graph.executor import GraphExecutor
-from warpline.engine.executors.graph.schedule import Step
+from warpline.engine.executors.graph.schedule import OpCall
 from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Needs, Span
 from warpline.engine.slots import Slots
@@ -119,7 +119,7 @@ class AutoExecutor(Executor):
         """Only the persistent kernel waits."""
         return super().fault() if self._persistent is None else self._persistent.fault()
 
-    def table(self, phase: str) -> list[Step] | None:
+    def table(self, phase: str) -> list[OpCall] | None:
         """Of the graph executor, whose prompts both share."""
         return self._graph.table(phase)
 

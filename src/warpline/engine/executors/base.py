@@ -22,7 +22,7 @@ from warpline.errors import ConfigError, DeviceError
 from warpline.model.weights import TORCH_DTYPES, Weights
 
 if TYPE_CHECKING:
-    from warpline.engine.executors.graph.schedule import Step
+    from warpline.engine.executors.graph.schedule import OpCall
 
 #: Called before every step that the host can see: a pass over prompts ("prefill") or one decode step ("decode").
 Mark = Callable[[str], None]
@@ -63,7 +63,7 @@ class Executor(ABC):
         self._mark: Mark | None = None
 
     @classmethod  # noqa: B027 - most have nothing to begin
-    def begin(cls, config: ModelConfig, dtype: str) -> None:
+    def start_compiling(cls, config: ModelConfig, dtype: str) -> None:
         """Begin what takes long and needs no weights, which may be loaded meanwhile."""
 
     def ready(self) -> None:  # noqa: B027
@@ -128,7 +128,7 @@ class Executor(ABC):
         """Decode one step, and show what it computed, under the names of `schedule.order`: a row for each lane."""
         raise ConfigError(f"the {self.name} executor does not show what it computes")
 
-    def table(self, phase: str) -> list[Step] | None:
+    def table(self, phase: str) -> list[OpCall] | None:
         """The ops of the last pass of a phase ("prefill", "decode"), where it is made of a table of them."""
         return None
 

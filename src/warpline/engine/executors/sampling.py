@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from warpline.engine.slots import FLAGS, NUMBERS, WHOLE, Record, Slots
+from warpline.engine.slots import FLAGS, FLOATS, INTEGERS, Record, Slots
 from warpline.kernels.noise import gumbel
 
 #: How many of the likeliest tokens a CPU looks at before it sorts them all.
@@ -23,7 +23,7 @@ class Records(Record):
     def __init__(self, slots: Slots, lanes: Sequence[int], index: Tensor | None = None):
         self.slots, self.needs = slots, slots.needs(lanes)
         self.index = slots.crossing.select(lanes, len(lanes)) if index is None else index
-        for names, matrix in ((WHOLE, slots.whole), (NUMBERS, slots.numbers), (FLAGS, slots.flags)):
+        for names, matrix in ((INTEGERS, slots.integers), (FLOATS, slots.floats), (FLAGS, slots.flags)):
             for name, row in zip(names, matrix[:, self.index], strict=True):
                 setattr(self, name, row)
 
@@ -38,10 +38,10 @@ def advance(slots: Slots, lanes: Sequence[int], logits: Tensor, index: Tensor | 
     # A slot that is done may stand at the last position: it writes back what is there.
     place = length.clamp(max=slots.capacity - 1)
     raw = logits[:, : slots.config.vocab_size].float()
-    token = choose(adjust(raw, rows), rows, slots.noise[index, place])
+    token = sample(adjust(raw, rows), rows, slots.noise[index, place])
     token = torch.where(done | (length < rows.known), slots.tokens[index, place], token)
     slots.tokens[index, place] = token
-    slots.broken[index] = rows.broken | (~raw.amax(dim=-1).isfinite() & ~done)
+    slots.not_finite[index] = rows.not_finite | (~raw.amax(dim=-1).isfinite() & ~done)
     length = length + ~done
     slots.length[index] = length
     if rows.needs.biased:
@@ -110,7 +110,7 @@ def adjust(logits: Tensor, rows: Records) -> Tensor:
     return logits
 
 
-def choose(logits: Tensor, rows: Records, keys: Tensor) -> Tensor:
+def sample(logits: Tensor, rows: Records, keys: Tensor) -> Tensor:
     """Greedy lanes take the likeliest token; the others the likeliest after Gumbel noise, which is a fair draw.
 
     Among the ways to draw, this one is a plain argmax, and it forgives rounding best: a token changes only if the two

@@ -63,7 +63,7 @@ def _append(
     tokens: Tensor,
     length: Tensor,
     done: Tensor,
-    broken: Tensor,
+    not_finite: Tensor,
     bias: Tensor,
     counts: Tensor,
     eos: int,
@@ -79,8 +79,8 @@ def _append(
     bias, counts = bias.index_put(place, bias[place] - lowered), counts.index_put(place, had + counted.int())
     grown = before + ~was_done
     ended = was_done | ((chosen == eos) & stops_at_eos[lanes]) | (grown >= limit[lanes])
-    odd = broken[lanes] | (~logit.isfinite() & ~was_done)
-    records = (t.index_put((lanes,), new) for t, new in ((length, grown), (done, ended), (broken, odd)))
+    bad = not_finite[lanes] | (~logit.isfinite() & ~was_done)
+    records = (t.index_put((lanes,), new) for t, new in ((length, grown), (done, ended), (not_finite, bad)))
     return tokens, *records, bias, counts
 
 
@@ -109,7 +109,7 @@ APPEND_TOKEN = KernelSpec(
         updates("tokens", "slots capacity", index_into("vocab"), touched="rows 1"),
         updates("length", "slots", index_into("capacity"), touched="rows"),
         updates("done", "slots", FLAG, touched="rows"),
-        updates("broken", "slots", FLAG, touched="rows"),
+        updates("not_finite", "slots", FLAG, touched="rows"),
         updates("bias", "slots vocab", FLOAT, touched="rows"),
         updates("counts", "slots vocab", Values("int32", made=_some_counts), touched="rows"),
         Scalar("rows"),
@@ -190,8 +190,8 @@ ADMIT = KernelSpec(
     arguments=(
         pinned(reads("lanes", "rows", _MAYBE_LANES)),
         # length, known, limit, min_length, top_k, begin, begin and number of biases
-        pinned(reads("whole", "rows 8", Values("int64", made=_brought))),
-        pinned(reads("numbers", "rows 6", FLOAT)),  # temperature, top_p, min_p, penalty, presence, frequency
+        pinned(reads("integers", "rows 8", Values("int64", made=_brought))),
+        pinned(reads("floats", "rows 6", FLOAT)),  # temperature, top_p, min_p, penalty, presence, frequency
         pinned(reads("flags", "rows 2", FLAG)),  # stops_at_eos, biased
         pinned(reads("stream", "rows", LONG_BITS)),
         pinned(reads("given", "given", BITS)),
@@ -206,7 +206,7 @@ ADMIT = KernelSpec(
             updates(name, "slots", FLOAT, touched="rows")
             for name in ("temperature", "top_p", "min_p", "penalty", "presence", "frequency")
         ),
-        *(updates(name, "slots", FLAG, touched="rows") for name in ("stops_at_eos", "biased", "done", "broken")),
+        *(updates(name, "slots", FLAG, touched="rows") for name in ("stops_at_eos", "biased", "done", "not_finite")),
         updates("reported", "slots", LONG_BITS, touched="rows"),
         updates("bias", "slots vocab", FLOAT, touched="rows"),
         updates("counts", "slots vocab", BITS, touched="rows"),
@@ -239,7 +239,7 @@ def _report(
     tokens: Tensor,
     length: Tensor,
     done: Tensor,
-    broken: Tensor,
+    not_finite: Tensor,
     lanes: Tensor,
     fault: Tensor,
     reported: Tensor,
@@ -251,7 +251,7 @@ def _report(
     lanes = lanes[rows]
     room, before = news.shape[1] - 2, reported[lanes]
     count = (length[lanes] - before).clamp(0, room)
-    flags = done[lanes] + 2 * broken[lanes] + 4 * (fault != 0)
+    flags = done[lanes] + 2 * not_finite[lanes] + 4 * (fault != 0)
     at = torch.arange(room, device=tokens.device)
     found = tokens[lanes].gather(1, (before[:, None] + at).clamp(max=tokens.shape[1] - 1))
     found = found.where(at < count[:, None], news[rows, 2:])
@@ -267,7 +267,7 @@ REPORT = KernelSpec(
         reads("tokens", "slots capacity", index_into("capacity"), touched="rows width"),
         reads("length", "slots", count_of("capacity"), touched="rows"),
         reads("done", "slots", FLAG, touched="rows"),
-        reads("broken", "slots", FLAG, touched="rows"),
+        reads("not_finite", "slots", FLAG, touched="rows"),
         pinned(reads("lanes", "rows", _MAYBE_LANES)),
         reads("fault", "1", Values("int32", made=_some_fault)),
         updates("reported", "slots", index_into("capacity"), touched="rows"),

@@ -18,24 +18,24 @@ from numba import njit
 
 from warpline.kernels.cpu.arithmetic import ACTIVATIONS, normalise
 from warpline.kernels.cpu.attention import attend_of
-from warpline.kernels.cpu.intrinsics import INNER, added, array, clock, load, matrix, seen, store
+from warpline.kernels.cpu.intrinsics import INNER, add_fetch, array, atomic_load, clock, load, matrix, store
 from warpline.kernels.cpu.lanes import (
     FLAG,
-    SINGLE,
-    WHOLE,
+    FLOAT32,
+    INT64,
     append,
     banned_and_key,
     draft_next,
+    float_at,
+    int_at,
     judged,
     lay_out,
-    number,
-    whole,
 )  # fmt: skip
 from warpline.kernels.cpu.panels import multiply_panels_of
 from warpline.kernels.cpu.products import multiply_of, product_of
 from warpline.kernels.cpu.quanta import rounded
 from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
-from warpline.kernels.cpu.sharing import dealt, finished, taken, wait
+from warpline.kernels.cpu.sharing import claim, complete, part_of, wait
 from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, TALL, apart, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
 
@@ -55,19 +55,19 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def embed_row(at: np.ndarray, row: int) -> None:
-        width, vocab, slot = at[Word.WIDTH.value], at[Word.VOCAB.value], whole(at[Word.SEQUENCES.value], row)
-        positions = array(at[Word.POSITIONS.value], WHOLE, at[Word.ROWS.value])
+        width, vocab, slot = at[Word.WIDTH.value], at[Word.VOCAB.value], int_at(at[Word.SEQUENCES.value], row)
+        positions = array(at[Word.POSITIONS.value], INT64, at[Word.ROWS.value])
         if at[Word.BEGIN.value] == Begin.NEWEST.value and at[Word.DRAFTS.value] == 0:
-            positions[row] = whole(at[Word.LENGTH.value], slot) - 1
+            positions[row] = int_at(at[Word.LENGTH.value], slot) - 1
         position = positions[row]
-        token = matrix(at[Word.TOKENS.value], WHOLE, at[Word.SLOTS.value], at[Word.CAPACITY.value])[slot, position]
+        token = matrix(at[Word.TOKENS.value], INT64, at[Word.SLOTS.value], at[Word.CAPACITY.value])[slot, position]
         scale = np.float32(1)
         if at[Word.EMBEDDING_SCALES.value] != 0:
-            scale = number(at[Word.EMBEDDING_SCALES.value], token)
-        place = array(at[Word.PLACES.value], SINGLE, (position + 1) * width)[
+            scale = float_at(at[Word.EMBEDDING_SCALES.value], token)
+        place = array(at[Word.POSITION_EMBEDDING.value], FLOAT32, (position + 1) * width)[
             position * width : position * width + width
         ]
-        x = matrix(at[Word.X.value], SINGLE, at[Word.ROWS.value], width)[row]
+        x = matrix(at[Word.X.value], FLOAT32, at[Word.ROWS.value], width)[row]
         if all_codes:  # in panels
             columns = (width + QUAD - 1) // QUAD * QUAD
             panels = array(at[Word.EMBEDDING.value], stored, (vocab + PANEL - 1) // PANEL * PANEL * columns)
@@ -81,7 +81,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def embed(at: np.ndarray, lane: int) -> None:
-        firsts = array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1)
+        firsts = array(at[Word.FIRSTS.value], INT64, at[Word.LANES.value] + 1)
         for row in range(firsts[lane], firsts[lane + 1]):
             embed_row(at, row)
 
@@ -113,7 +113,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         units = outputs if is_in_rows(at, stage) else (outputs + PANEL - 1) // PANEL
         adds, apart = form == Form.ADDED.value, 4 * stage[Stage.TARGET_APART.value]
         pieces, cuts = cut(at, stage)
-        part = piece // cuts if cuts > 1 else dealt(piece, pieces, at[Word.THREADS.value])
+        part = piece // cuts if cuts > 1 else part_of(piece, pieces, at[Word.THREADS.value])
         first, last = units * part // pieces, units * (part + 1) // pieces
         if cuts > 1:
             begin = min(rows, (rows * (piece % cuts) // cuts + TALL - 1) // TALL * TALL)
@@ -125,7 +125,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                 codes, scales = stage[Stage.CODES.value], stage[Stage.CODE_SCALES.value]
             multiply_codes(codes, scales, biases, x, x_apart, rows, inputs, target, apart, outputs, first, last, adds)
         elif is_in_rows(at, stage):
-            y, bias = matrix(target, SINGLE, rows, outputs), array(biases, SINGLE, outputs if biases != 0 else 0)
+            y, bias = matrix(target, FLOAT32, rows, outputs), array(biases, FLOAT32, outputs if biases != 0 else 0)
             multiply(stage[Stage.MATRIX.value], bias, x, rows, inputs, y, first, last, adds, room)
         else:
             weights = stage[Stage.MATRIX.value]
@@ -133,7 +133,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         if form == Form.ACTIVATED.value:
             begin, count = first * PANEL, min(last * PANEL, outputs) - first * PANEL
             for r in range(rows):
-                here = array(target + r * apart + 4 * begin, SINGLE, count)
+                here = array(target + r * apart + 4 * begin, FLOAT32, count)
                 for i in range(count):
                     here[i] = activated(here[i])
 
@@ -141,25 +141,25 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     def rescore(at: np.ndarray, stage: np.ndarray, r: int, slot: int, private: int) -> None:
         """Of the logits of a row, which codes have made, those anew that can be the largest."""
         rows, width, vocab = at[Word.ROWS.value], at[Word.WIDTH.value], at[Word.VOCAB.value]
-        x, normal = matrix(at[Word.X.value], SINGLE, rows, width), array(private, SINGLE, width)
+        x, normal = matrix(at[Word.X.value], FLOAT32, rows, width), array(private, FLOAT32, width)
         weight, bias = (
-            array(stage[Stage.NORM.value], SINGLE, width),
-            array(stage[Stage.NORM_BIAS.value], SINGLE, width),
+            array(stage[Stage.NORM.value], FLOAT32, width),
+            array(stage[Stage.NORM_BIAS.value], FLOAT32, width),
         )
-        normalise(x[r], weight, bias, number(at[Word.SETTINGS.value], 0), normal)
+        normalise(x[r], weight, bias, float_at(at[Word.SETTINGS.value], 0), normal)
         banned, key = banned_and_key(at, slot)
-        logits = matrix(at[Word.LOGITS.value], SINGLE, rows, vocab)[r]
+        logits = matrix(at[Word.LOGITS.value], FLOAT32, rows, vocab)[r]
         marks = matrix(at[Word.MARKS.value], FLAG, rows, vocab)[r]
         if banned >= 0:
             logits[banned] = np.float32(-np.inf)  # which excludes nothing else
         errors, norms = (
-            array(stage[Stage.ERRORS.value], SINGLE, vocab),
-            array(stage[Stage.NORMS.value], SINGLE, vocab),
+            array(stage[Stage.ERRORS.value], FLOAT32, vocab),
+            array(stage[Stage.NORMS.value], FLOAT32, vocab),
         )
-        length, temperature = length_of(normal), number(at[Word.TEMPERATURE.value], slot)
+        length, temperature = length_of(normal), float_at(at[Word.TEMPERATURE.value], slot)
         rest = rest_of(normal, length)
         if temperature > 0:
-            noisy = matrix(at[Word.NOISY.value], SINGLE, rows, vocab)[r]
+            noisy = matrix(at[Word.NOISY.value], FLOAT32, rows, vocab)[r]
             mark_drawn(logits, errors, norms, length, rest, marks, temperature, key, noisy)
         else:
             mark_possible(logits, errors, norms, length, rest, marks)
@@ -175,24 +175,24 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         heads, width, capacity = at[Word.HEADS.value], at[Word.WIDTH.value], at[Word.CAPACITY.value]
         depth, newest, rows = width // heads, at[Word.BEGIN.value] == Begin.NEWEST.value, at[Word.ROWS.value]
         head, lane = piece // at[Word.LANES.value], piece % at[Word.LANES.value]
-        firsts = array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1)
+        firsts = array(at[Word.FIRSTS.value], INT64, at[Word.LANES.value] + 1)
         first, end, column = firsts[lane], firsts[lane + 1], head * depth
         if first == end:
             return
-        begin = (whole(at[Word.SEQUENCES.value], first) * heads + head) * capacity * depth * cell
+        begin = (int_at(at[Word.SEQUENCES.value], first) * heads + head) * capacity * depth * cell
         keys, values = stage[Stage.KEYS.value] + begin, stage[Stage.VALUES.value] + begin
         source, target = stage[Stage.SOURCE.value] + 4 * column, stage[Stage.TARGET.value] + 4 * column
         if stage[Stage.FORM.value] == Form.CACHED.value or newest:
-            qkv = matrix(stage[Stage.SOURCE.value], SINGLE, rows, 3 * width)
+            qkv = matrix(stage[Stage.SOURCE.value], FLOAT32, rows, 3 * width)
             kept = matrix(keys, cached, capacity, depth), matrix(values, cached, capacity, depth)
             for r in range(first, end):
-                position = whole(at[Word.POSITIONS.value], r)
+                position = int_at(at[Word.POSITIONS.value], r)
                 for d in range(depth):
                     store(kept[0][position], d, qkv[r, width + column + d])
                     store(kept[1][position], d, qkv[r, 2 * width + column + d])
         if stage[Stage.FORM.value] == Form.ATTENTION.value:
-            scale = number(at[Word.SETTINGS.value], stage[Stage.SCALE.value])
-            last, apart = whole(at[Word.POSITIONS.value], first) + 1, stage[Stage.TARGET_APART.value]
+            scale = float_at(at[Word.SETTINGS.value], stage[Stage.SCALE.value])
+            last, apart = int_at(at[Word.POSITIONS.value], first) + 1, stage[Stage.TARGET_APART.value]
             attend(
                 source + 12 * first * width, 3 * width, end - first, keys, values, depth, last, at[Word.WINDOW.value],
                 scale, target + 4 * first * apart, apart, capacity, room,
@@ -218,12 +218,15 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         is where the first of all rows goes; at `room` there is memory for one."""
         inputs, codes, each = stage[Stage.INPUTS.value], multiplies_codes(at, stage), size_of_row(at, stage)
         count = inputs if stage[Stage.NORM.value] != 0 else 0
-        weight, bias = array(stage[Stage.NORM.value], SINGLE, count), array(stage[Stage.NORM_BIAS.value], SINGLE, count)
+        weight, bias = (
+            array(stage[Stage.NORM.value], FLOAT32, count),
+            array(stage[Stage.NORM_BIAS.value], FLOAT32, count),
+        )
         for r in range(first, last):
-            x = array(stage[Stage.SOURCE.value] + 4 * r * stage[Stage.SOURCE_APART.value], SINGLE, inputs)
-            y = array(room if codes else target + r * each, SINGLE, inputs)
+            x = array(stage[Stage.SOURCE.value] + 4 * r * stage[Stage.SOURCE_APART.value], FLOAT32, inputs)
+            y = array(room if codes else target + r * each, FLOAT32, inputs)
             if count > 0:
-                normalise(x, weight, bias, number(at[Word.SETTINGS.value], 0), y)
+                normalise(x, weight, bias, float_at(at[Word.SETTINGS.value], 0), y)
             if codes:
                 rounded(y if count > 0 else x, target + r * each)
 
@@ -231,13 +234,13 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     def prepare_together(at: np.ndarray, stage: np.ndarray, base: int, private: int) -> None:
         """Every row once, for all threads."""
         pieces = at[Word.PREPARING.value]
-        piece = taken(at, base + pieces)
+        piece = claim(at, base + pieces)
         while piece >= 0:
             rows, number = at[Word.ROWS.value], piece - base
             first, last = rows * number // pieces, rows * (number + 1) // pieces
             prepare(at, stage, first, last, at[Word.PREPARED.value], private)
-            finished(at, base + pieces)
-            piece = taken(at, base + pieces)
+            complete(at, base + pieces)
+            piece = claim(at, base + pieces)
         wait(at, base + pieces)
 
     @njit(**INNER)
@@ -259,7 +262,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         if at[Word.CLOCKS.value] != 0:
             count = at[Word.MOMENTS.value]
             # Behind the counter; two words more are the clock's.
-            room = array(at[Word.CLOCKS.value] + 8 * me * (count + 3), WHOLE, count + 3)
+            room = array(at[Word.CLOCKS.value] + 8 * me * (count + 3), INT64, count + 3)
             if room[0] < count:
                 room[1 + room[0]] = clock(at[Word.CLOCKS.value] + 8 * (me * (count + 3) + count + 1))
                 room[0] += 1
@@ -268,7 +271,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int, me: int) -> None:
         """The pieces of a stage that no other thread takes."""
         x, x_apart, room, is_ready = 0, 0, private, False
-        piece = taken(at, end)
+        piece = claim(at, end)
         while piece >= 0:
             if stage[Stage.FORM.value] >= Form.CACHED.value:
                 attention(at, stage, piece - base, private)
@@ -277,27 +280,27 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                     x, x_apart, room = prepared(at, stage, private)
                     is_ready = True
                 product(at, stage, piece - base, x, x_apart, room)
-            finished(at, end)
-            piece = taken(at, end)
+            complete(at, end)
+            piece = claim(at, end)
         note(at, me)
         wait(at, end)
         note(at, me)
 
     @njit(**INNER)
-    def choose_next(at: np.ndarray, head: np.ndarray, lane: int, step: int, private: int) -> None:
+    def sample_next(at: np.ndarray, head: np.ndarray, lane: int, step: int, private: int) -> None:
         """The end of a lane's step: a token of its newest row, and of each row behind a draft that was right."""
         slots, drafts = at[Word.SLOTS.value], at[Word.DRAFTS.value]
         slot, firsts = (
-            whole(at[Word.LANE_SLOTS.value], lane),
-            array(at[Word.FIRSTS.value], WHOLE, at[Word.LANES.value] + 1),
+            int_at(at[Word.LANE_SLOTS.value], lane),
+            array(at[Word.FIRSTS.value], INT64, at[Word.LANES.value] + 1),
         )
         done, first = array(at[Word.DONE.value], FLAG, slots), firsts[lane]
         if done[slot] != 0:
             return
-        tokens = matrix(at[Word.TOKENS.value], WHOLE, slots, at[Word.CAPACITY.value])[slot]
+        tokens = matrix(at[Word.TOKENS.value], INT64, slots, at[Word.CAPACITY.value])[slot]
         kept = 0
         for row in range(first, firsts[lane + 1]):
-            place = whole(at[Word.LENGTH.value], slot)
+            place = int_at(at[Word.LENGTH.value], slot)
             drafted = tokens[place]
             if at[Word.SCREENS.value] != 0:
                 rescore(at, head, row, slot, private)
@@ -308,7 +311,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
             if done[slot] != 0:
                 break
         if drafts > 0:
-            counted = matrix(at[Word.COUNTED.value], WHOLE, slots, COUNTS)[slot]
+            counted = matrix(at[Word.COUNTED.value], INT64, slots, COUNTS)[slot]
             counted[0] += 1
             counted[1] += firsts[lane + 1] - first - 1
             counted[2] += kept
@@ -319,31 +322,31 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     def plan(at: np.ndarray) -> None:
         """The first pass of a call with drafts."""
         for lane in range(at[Word.LANES.value]):
-            draft_next(at, whole(at[Word.LANE_SLOTS.value], lane))
+            draft_next(at, int_at(at[Word.LANE_SLOTS.value], lane))
         lay_out(at)
 
     def decode(me: int, words: int) -> None:
         """Up to so many steps of the lanes that are not done. Every thread of the team calls it with its own number."""
-        at = array(words, WHOLE, _WORDS)
+        at = array(words, INT64, _WORDS)
         lanes, begin, drafts = at[Word.LANES.value], at[Word.BEGIN.value], at[Word.DRAFTS.value]
         private = at[Word.PRIVATE.value] + 4 * me * at[Word.PRIVATE_SIZE.value]
-        stages = matrix(words + 8 * _WORDS, WHOLE, at[Word.STAGES.value], _STAGE)
+        stages = matrix(words + 8 * _WORDS, INT64, at[Word.STAGES.value], _STAGE)
         base, steps = 0, 0  # pieces before the stage; steps taken
         if drafts > 0:
-            if taken(at, 1) == 0:
+            if claim(at, 1) == 0:
                 plan(at)
-                finished(at, 1)
+                complete(at, 1)
             base = 1
             wait(at, base)
         for step in range(at[Word.STEPS.value]):
-            if seen(at[Word.STOP.value]) <= step:
+            if atomic_load(at[Word.STOP.value]) <= step:
                 break
             if begin != Begin.READY.value:
-                piece = taken(at, base + lanes)
+                piece = claim(at, base + lanes)
                 while piece >= 0:
                     embed(at, piece - base)
-                    finished(at, base + lanes)
-                    piece = taken(at, base + lanes)
+                    complete(at, base + lanes)
+                    piece = claim(at, base + lanes)
                 note(at, me)
                 wait(at, base + lanes)
                 note(at, me)
@@ -363,15 +366,15 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                 base += pieces
             steps = step + 1
             if at[Word.CHOOSES.value] != 0:
-                piece = taken(at, base + lanes)
+                piece = claim(at, base + lanes)
                 while piece >= 0:
-                    choose_next(at, stages[at[Word.LAST.value] - 1], piece - base, step, private)
-                    if piece == base and seen(at[Word.HALT.value]) != 0:  # asked by one thread, so that all agree
-                        array(at[Word.STOP.value], WHOLE, 1)[0] = step + 1
-                    if drafts > 0 and added(at[Word.LEFT.value], -1) == 0:
+                    sample_next(at, stages[at[Word.LAST.value] - 1], piece - base, step, private)
+                    if piece == base and atomic_load(at[Word.HALT.value]) != 0:  # one thread asks, so that all agree
+                        array(at[Word.STOP.value], INT64, 1)[0] = step + 1
+                    if drafts > 0 and add_fetch(at[Word.LEFT.value], -1) == 0:
                         lay_out(at)  # all lanes have their drafts, and nobody goes on before this piece has ended
-                    finished(at, base + lanes)
-                    piece = taken(at, base + lanes)
+                    complete(at, base + lanes)
+                    piece = claim(at, base + lanes)
                 note(at, me)
                 wait(at, base + lanes)
                 note(at, me)

@@ -73,7 +73,7 @@ def _word(builder: Any, address: Any) -> Any:
 
 
 @intrinsic
-def seen(_context: Any, address: Any) -> Any:
+def atomic_load(_context: Any, address: Any) -> Any:
     """The word as it is now, and with it all that was written before it."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -83,7 +83,7 @@ def seen(_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def added(_context: Any, address: Any, amount: Any) -> Any:
+def add_fetch(_context: Any, address: Any, amount: Any) -> Any:
     """Add to the word; what it then is."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -94,7 +94,7 @@ def added(_context: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic
-def exchanged(_context: Any, address: Any, expected: Any, value: Any) -> Any:
+def compare_exchange(_context: Any, address: Any, expected: Any, value: Any) -> Any:
     """Set the word if it is as expected, and say whether it was."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def exchanged(_context: Any, address: Any, expected: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _called(_context: Any, address: Any, operation: Any, value: Any) -> Any:
+def _futex(_context: Any, address: Any, operation: Any, value: Any) -> Any:
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(_INT64, [_INT64], var_arg=True)
         call = cgutils.get_or_insert_function(builder.module, kind, "syscall")
@@ -116,7 +116,7 @@ def _called(_context: Any, address: Any, operation: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _gave_way(_context: Any) -> Any:
+def _sched_yield(_context: Any) -> Any:
     def make(_target: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT32, []), "sched_yield")
         return builder.call(call, [])
@@ -129,18 +129,18 @@ if _FUTEX:
     @njit(**INNER)
     def sleep(address: int, value: int) -> None:
         """Until the word is woken, if its lower half still is that of `value`."""
-        _called(address, _WAIT, value & 0xFFFFFFFF)
+        _futex(address, _WAIT, value & 0xFFFFFFFF)
 
     @njit(**INNER)
     def wake(address: int) -> None:
         """All threads that sleep on the word."""
-        _called(address, _WAKE, 0x7FFFFFFF)
+        _futex(address, _WAKE, 0x7FFFFFFF)
 else:
 
     @njit(**INNER)
     def sleep(address: int, value: int) -> None:
         """Let others run."""
-        _gave_way()
+        _sched_yield()
 
     @njit(**INNER)
     def wake(address: int) -> None:

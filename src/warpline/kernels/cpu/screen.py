@@ -11,9 +11,9 @@ import math
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.choose import FINITE_OR_NOT, gumbel
 from warpline.kernels.cpu.intrinsics import INNER, Number
 from warpline.kernels.cpu.quanta import quantum_of
+from warpline.kernels.cpu.sampling import FINITE_OR_NOT, gumbel
 
 
 @njit(**INNER)
@@ -51,15 +51,16 @@ def mark_drawn(
     temperature: Number, key: int, noise: np.ndarray,
 ) -> None:  # fmt: skip
     """The same with noise, which is left in `noise`: where the logit can be the one that is drawn."""
-    coolness = np.float32(1) / temperature
+    inverse_temperature = np.float32(1) / temperature
     for i in range(len(scores)):
         noise[i] = gumbel(key, i)
     least = np.float32(-np.inf)
     for i in range(len(scores)):
-        least = max(least, (scores[i] - _off(scores[i], errors[i], norms[i], length, rest)) * coolness + noise[i])
+        low = (scores[i] - _off(scores[i], errors[i], norms[i], length, rest)) * inverse_temperature + noise[i]
+        least = max(least, low)
     least -= abs(least) * np.float32(2.0**-20)  # for the sums with noise
     for i in range(len(scores)):
-        high = (scores[i] + _off(scores[i], errors[i], norms[i], length, rest)) * coolness + noise[i]
+        high = (scores[i] + _off(scores[i], errors[i], norms[i], length, rest)) * inverse_temperature + noise[i]
         marks[i] = not high + abs(high) * np.float32(2.0**-20) < least
 
 

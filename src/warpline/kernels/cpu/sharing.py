@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from warpline.kernels.cpu.intrinsics import INNER, added, exchanged, seen, sleep, wake
+from warpline.kernels.cpu.intrinsics import INNER, add_fetch, atomic_load, compare_exchange, sleep, wake
 from warpline.kernels.cpu.words import Word
 
 #: Times that a thread looks before it sleeps: some 30 µs.
@@ -13,18 +13,18 @@ PATIENCE = 15_000
 
 
 @njit(**INNER)
-def taken(at: np.ndarray, end: int) -> int:
+def claim(at: np.ndarray, end: int) -> int:
     """The number of a piece below `end` that no other thread has, or -1."""
     while True:
-        piece = seen(at[Word.NEXT.value])
+        piece = atomic_load(at[Word.NEXT.value])
         if piece >= end:
             return -1
-        if exchanged(at[Word.NEXT.value], piece, piece + 1):
+        if compare_exchange(at[Word.NEXT.value], piece, piece + 1):
             return piece
 
 
 @njit(**INNER)
-def dealt(piece: int, pieces: int, threads: int) -> int:
+def part_of(piece: int, pieces: int, threads: int) -> int:
     """Which part of a matrix a piece is. Threads that take pieces in turns read neighbouring parts one after the other,
     so that what was asked of memory beyond the end of one is what the thread reads next."""
     run = pieces // threads
@@ -32,9 +32,9 @@ def dealt(piece: int, pieces: int, threads: int) -> int:
 
 
 @njit(**INNER)
-def finished(at: np.ndarray, end: int) -> None:
+def complete(at: np.ndarray, end: int) -> None:
     """A piece has ended; the last one of a stage wakes the threads that wait for it."""
-    if added(at[Word.ENDED.value], 1) == end and seen(at[Word.ASLEEP.value]) > 0:
+    if add_fetch(at[Word.ENDED.value], 1) == end and atomic_load(at[Word.ASLEEP.value]) > 0:
         wake(at[Word.ENDED.value])
 
 
@@ -43,13 +43,13 @@ def wait(at: np.ndarray, end: int) -> None:
     """Until all pieces below `end` have ended."""
     looks = 0
     while True:
-        now = seen(at[Word.ENDED.value])
+        now = atomic_load(at[Word.ENDED.value])
         if now >= end:
             return
         looks += 1
         if looks > PATIENCE:
-            added(at[Word.ASLEEP.value], 1)
-            now = seen(at[Word.ENDED.value])
+            add_fetch(at[Word.ASLEEP.value], 1)
+            now = atomic_load(at[Word.ENDED.value])
             if now < end:
                 sleep(at[Word.ENDED.value], now)
-            added(at[Word.ASLEEP.value], -1)
+            add_fetch(at[Word.ASLEEP.value], -1)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from enum import IntEnum, auto
 
 
-class _Places(IntEnum):
+class _Indices(IntEnum):
     @staticmethod
     def _generate_next_value_(name: str, start: int, count: int, last_values: list[int]) -> int:
         return count
 
 
-class Word(_Places):
+class Word(_Indices):
     """What a call is told: numbers, then addresses."""
 
     STEPS = auto()
@@ -41,7 +41,7 @@ class Word(_Places):
     # of the model
     EMBEDDING = auto()
     EMBEDDING_SCALES = auto()  # or 0
-    PLACES = auto()
+    POSITION_EMBEDDING = auto()
     SETTINGS = auto()  # LayerNorm's epsilon, then the scale of each layer's attention
     # of lanes and rows
     LANE_SLOTS = auto()  # the slot of each lane,
@@ -83,7 +83,7 @@ class Word(_Places):
     BIAS = auto()
     COUNTS = auto()
     DONE = auto()
-    BROKEN = auto()
+    NOT_FINITE = auto()
     # of log-probabilities
     WANTS = auto()  # whether a slot wants them
     LOGPROB = auto()  # or 0 if none does
@@ -103,7 +103,7 @@ class Word(_Places):
 
 
 #: Words of a slot's record, under the names that `Slots` has for them.
-RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.BROKEN)
+RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.NOT_FINITE)
 SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.LEFT, Word.STOP, Word.HALT)
 
 
@@ -123,7 +123,7 @@ LAYER_MOMENTS = _moments(
 LAST_MOMENTS = _moments("head: normalised, multiplied", "token: sampled")
 
 
-class Begin(_Places):
+class Begin(_Indices):
     """What the rows of a call are."""
 
     NEWEST = auto()  # of each slot the newest token, wherever it stands, and drafts behind it
@@ -131,7 +131,7 @@ class Begin(_Places):
     READY = auto()  # what earlier stages have left
 
 
-class Stage(_Places):
+class Stage(_Indices):
     """What is told of each stage, behind those: of a product its matrix and what goes with it, of attention its part of
     the cache."""
 
@@ -161,7 +161,7 @@ class Stage(_Places):
     SCALE = auto()  # its place among the settings
 
 
-class Form(_Places):
+class Form(_Indices):
     """What becomes of a product; or that a stage stores the keys and values of given tokens, or is attention, which
     first stores those of newest tokens."""
 

@@ -149,7 +149,7 @@ __device__ __forceinline__ float load_from_cluster(const float* own, int rank) {
 
 // 16 bytes of what is read only once, by lanes that do not cover whole cache lines: L1 does not keep them, and L2 brings
 // their neighbours along.
-__device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at) {
+__device__ __forceinline__ Vec<unsigned, 4> load_streaming(const Vec<unsigned, 4>* at) {
 #if __CUDA_ARCH__ >= 800
     Vec<unsigned, 4> v;
     asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -165,7 +165,7 @@ __device__ __forceinline__ Vec<unsigned, 4> load_once(const Vec<unsigned, 4>* at
 __device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // A policy under which L2 keeps lines while a stream passes through it that is larger than itself.
-__device__ __forceinline__ unsigned long long keeping() {
+__device__ __forceinline__ unsigned long long evict_last_policy() {
     unsigned long long policy = 0;
 #if __CUDA_ARCH__ >= 800
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -174,10 +174,10 @@ __device__ __forceinline__ unsigned long long keeping() {
 }
 
 // Four bytes that L2 is to keep.
-__device__ __forceinline__ unsigned load_kept(const unsigned* at) {
+__device__ __forceinline__ unsigned load_evict_last(const unsigned* at) {
 #if __CUDA_ARCH__ >= 800
     unsigned v;
-    asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "l"(keeping()));
+    asm("ld.global.nc.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(at), "l"(evict_last_policy()));
     return v;
 #else
     return __ldg(at);

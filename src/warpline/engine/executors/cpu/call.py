@@ -123,7 +123,7 @@ class Call:
             Word.THREADS: threads,
             Word.EMBEDDING: tensors["wte.weight"],
             Word.EMBEDDING_SCALES: tensors.get("wte.weight" + SCALE, 0),
-            Word.PLACES: tensors["wpe.weight"],
+            Word.POSITION_EMBEDDING: tensors["wpe.weight"],
             Word.SETTINGS: np.array([config.layer_norm_epsilon, *scales], np.float32),
             Word.LANE_SLOTS: self._lanes,
             Word.FIRSTS: self._firsts,

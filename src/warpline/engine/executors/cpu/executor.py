@@ -72,7 +72,7 @@ class CpuExecutor(Executor):
         self._calls: weakref.WeakKeyDictionary[Slots, Call] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def begin(cls, config: ModelConfig, dtype: str) -> None:
+    def start_compiling(cls, config: ModelConfig, dtype: str) -> None:
         """Compile, on another core."""
         _program(config, dtype)
 

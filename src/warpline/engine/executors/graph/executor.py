@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpline.engine.executors.graph.bind import captured
 from warpline.engine.executors.graph.kernels import KernelsExecutor, rounded_positions
-from warpline.engine.executors.graph.schedule import Step
+from warpline.engine.executors.graph.schedule import OpCall
 from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.model.weights import Weights
@@ -44,7 +44,7 @@ class GraphExecutor(KernelsExecutor):
                     self._step(slots, table, end, positions)
         self.prompts.prepare_all(slots)
 
-    def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], object]:
+    def _prepare(self, steps: list[OpCall], named: dict[str, Tensor]) -> Callable[[], object]:
         """Captured without a trial, which would change the slots; all kernels are loaded by then."""
         launches = super()._prepare(steps, named)
         graph = captured([launches], self.device)

@@ -18,8 +18,8 @@ from warpline.engine.executors.graph.bind import PREPARING, bind
 from warpline.engine.executors.graph.prompts import Prompts
 from warpline.engine.executors.graph.schedule import (
     End,
+    OpCall,
     PassRules,
-    Step,
     buffers,
     decode_step,
     on_memory,
@@ -44,12 +44,12 @@ def rounded_positions(lanes: int, longest: int, capacity: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundStep:
+class BoundOp:
     """A decode step on memory."""
 
     run: Callable[[], object]
     logits: Tensor
-    steps: list[Step]
+    steps: list[OpCall]
 
 
 class KernelsExecutor(Executor):
@@ -68,10 +68,10 @@ class KernelsExecutor(Executor):
         self.cached = weights.activations  # as the ops have it
         self._rules = PassRules(weights)
         self.prompts = Prompts(self._rules)
-        self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundStep]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundOp]] = WeakKeyDictionary()
         #: Of steps by their rows, which follow one another and share it.
         self._memory: WeakKeyDictionary[Slots, dict[int, dict[str, Tensor]]] = WeakKeyDictionary()
-        self._last: list[Step] | None = None
+        self._last: list[OpCall] | None = None
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
         """Passes over a cache of codes, or whose rows have the same bits in any company, if that is asked for."""
@@ -107,11 +107,11 @@ class KernelsExecutor(Executor):
         named["logits"] = named["logits"][:, : self.config.vocab_size]
         return {name: named[name].clone() for name in order(self.config.n_layer)}
 
-    def table(self, phase: str) -> list[Step] | None:
+    def table(self, phase: str) -> list[OpCall] | None:
         """Of the last pass."""
         return self.prompts.table if phase == "prefill" else self._last
 
-    def _step(self, slots: Slots, table: Tensor, end: End, positions: int) -> BoundStep:
+    def _step(self, slots: Slots, table: Tensor, end: End, positions: int) -> BoundOp:
         steps, key = self._bound.setdefault(slots, {}), (len(table), end, positions)
         if (found := steps.get(key)) is None:
             with PREPARING:
@@ -120,14 +120,14 @@ class KernelsExecutor(Executor):
                     memory[len(table)] = buffers(self._rules, slots, table)
                 named = shortened(memory[len(table)], self.config.n_layer, positions)
                 ops = decode_step(self._rules, len(table), end)
-                found = steps[key] = BoundStep(self._prepare(ops, named), named["logits"], ops)
+                found = steps[key] = BoundOp(self._prepare(ops, named), named["logits"], ops)
         return found
 
     def _rows(self, lanes: int) -> int:
         """How many rows a step computes for so many lanes: as many, at least."""
         return lanes
 
-    def _prepare(self, steps: list[Step], named: dict[str, Tensor]) -> Callable[[], object]:
+    def _prepare(self, steps: list[OpCall], named: dict[str, Tensor]) -> Callable[[], object]:
         launches = bind(on_memory(steps, named), overlapping=self._overlapping, invariant=self._rules.invariant)
 
         def run() -> None:

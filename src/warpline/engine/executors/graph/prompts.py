@@ -24,8 +24,8 @@ from warpline.engine.executors.graph.schedule import (
     CACHE,
     CODED_CACHE,
     End,
+    OpCall,
     PassRules,
-    Step,
     block_parameters,
     blocks,
     companions,
@@ -88,7 +88,7 @@ class Prompts:
         self._passes: WeakKeyDictionary[Slots, dict[tuple[int, int, End], Pass]] = WeakKeyDictionary()
         self._memory: WeakKeyDictionary[Slots, _Memory] = WeakKeyDictionary()
         #: Of the last pass, its ops.
-        self.table: list[Step] | None = None
+        self.table: list[OpCall] | None = None
 
     def run(self, slots: Slots, spans: Sequence[Span]) -> None:
         """As `Executor._prefill` describes it. Prompts that go on later have no end, and a pass of their own."""
@@ -157,18 +157,18 @@ class Pass:
         named |= {"row_slots": self.row_slots, "row_positions": self.row_positions}
         named |= {"last": self.last, "lanes": self.lanes, "tiles": self.tiles}
 
-        def attention(layer: int) -> list[Step]:
+        def attention(layer: int) -> list[OpCall]:
             h = f"h.{layer}"
             q, k, v, *cache = (f"{h}.{name}" for name in (*"qkv", *(CODED_CACHE if rules.kv_codes else CACHE)))
             numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-            attend = Step(_attention(rules), (q, k, v, "tiles", *cache), (f"{h}.heads",), numbers, layer)
-            stored = Step("quantise_kv", (k, v, "row_slots", "row_positions", *cache), layer=layer)
+            attend = OpCall(_attention(rules), (q, k, v, "tiles", *cache), (f"{h}.heads",), numbers, layer)
+            stored = OpCall("quantise_kv", (k, v, "row_slots", "row_positions", *cache), layer=layer)
             return [stored, attend] if rules.kv_codes else [attend]
 
         embedded = ("tokens", "row_slots", "row_positions", *rules.matrix("wte"), "wpe.weight")
         #: Its ops.
         self.steps = [
-            Step(f"prompt_embedding{rules.coded}", embedded, ("all.in",)),
+            OpCall(f"prompt_embedding{rules.coded}", embedded, ("all.in",)),
             *blocks(rules, rows, attention, last_rows=0 if end is End.NOTHING else count),
             *ending(rules, count, end, "last.out"),
         ]

@@ -35,8 +35,8 @@ SAMPLED_BY = (
     "biased", "bias",
 )  # fmt: skip
 ENDED_BY = (
-    "known", "limit", "stops_at_eos", "biased", "presence", "frequency", "tokens", "length", "done", "broken", "bias",
-    "counts",
+    "known", "limit", "stops_at_eos", "biased", "presence", "frequency", "tokens", "length", "done", "not_finite",
+    "bias", "counts",
 )  # fmt: skip
 STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
 #: What a layer has of the KV cache, in the order of `KVCache.tensors`: as ops of attention take it.
@@ -61,7 +61,7 @@ class End(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OpCall:
     """One op, and the names of its inputs and outputs."""
 
     op: str
@@ -134,47 +134,47 @@ class _Blocks:
         self._regime, self._rules = rules.regime(rows), rules
         self._epsilon = {"epsilon": rules.weights.config.layer_norm_epsilon}
 
-    def begin(self, x: str, norm: str, layer: int) -> list[Step]:
+    def begin(self, x: str, norm: str, layer: int) -> list[OpCall]:
         """What a product leaves with the rows that it writes, for rows that come from elsewhere."""
         if self._regime is Regime.FEW:
             return []
         if self._regime is Regime.WHOLE:
-            return [Step("row_statistics", (x,), (f"{x}.statistics",), layer=layer)]
-        return [Step("layernorm", (x, *_affine(norm)), (f"{x}.normal",), self._epsilon, layer)]
+            return [OpCall("row_statistics", (x,), (f"{x}.statistics",), layer=layer)]
+        return [OpCall("layernorm", (x, *_affine(norm)), (f"{x}.normal",), self._epsilon, layer)]
 
-    def _product(self, op: str, x: str, name: str, target: str, layer: int) -> list[Step]:
+    def _product(self, op: str, x: str, name: str, target: str, layer: int) -> list[OpCall]:
         """A product alone, of plain numbers."""
         before, weight = as_numbers(self._rules, name, f"{name}{EXPANDED}", layer)
-        return [*before, Step(op, (x, weight, f"{name}.bias"), (target,), layer=layer)]
+        return [*before, OpCall(op, (x, weight, f"{name}.bias"), (target,), layer=layer)]
 
-    def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> list[Step]:
+    def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> list[OpCall]:
         """LayerNorm and a product of it: one op, or, for many rows, the LayerNorm is there already."""
         if self._regime is Regime.FEW:
             op = f"layernorm_matvec_bias{activation}{self._rules.coded}"
             inputs = (x, *_affine(norm), *self._rules.matrix(name), f"{name}.bias")
-            return [Step(op, inputs, (target,), self._epsilon, layer)]
+            return [OpCall(op, inputs, (target,), self._epsilon, layer)]
         if self._regime is Regime.WHOLE:
             both = standard_name(norm, name)
             read = (x, f"{x}.statistics", f"{both}.tiles", f"{both}.sums", f"{both}.bias")
-            return [Step(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)]
+            return [OpCall(f"standard_matmul_bias{activation}", read, (target,), self._epsilon, layer)]
         return self._product(f"matmul_bias{activation}", f"{x}.normal", name, target, layer)
 
-    def residual(self, source: str, name: str, residual: str, target: str, norm: str, layer: int) -> list[Step]:
+    def residual(self, source: str, name: str, residual: str, target: str, norm: str, layer: int) -> list[OpCall]:
         """A product and the residual: one op, or, for many rows, a second one does the next LayerNorm as well."""
         if self._regime is Regime.FEW:
             inputs = (source, *self._rules.matrix(name), f"{name}.bias", residual)
-            return [Step(f"matvec_bias_residual{self._rules.coded}", inputs, (target,), layer=layer)]
+            return [OpCall(f"matvec_bias_residual{self._rules.coded}", inputs, (target,), layer=layer)]
         if self._regime is Regime.WHOLE:
             written = (target, f"{target}.statistics")
             read = (source, f"{name}.tiles", f"{name}.bias", residual)
-            return [Step("group_matmul_bias_residual", read, written, layer=layer)]
+            return [OpCall("group_matmul_bias_residual", read, written, layer=layer)]
         product, inputs = f"{target}.product", (f"{target}.product", residual, *_affine(norm))
         return [
             *self._product("matmul_bias", source, name, product, layer),
-            Step("residual_layernorm", inputs, (target, f"{target}.normal"), self._epsilon, layer),
+            OpCall("residual_layernorm", inputs, (target, f"{target}.normal"), self._epsilon, layer),
         ]
 
-    def behind_attention(self, place: str, target: str, following: str, layer: int) -> list[Step]:
+    def behind_attention(self, place: str, target: str, following: str, layer: int) -> list[OpCall]:
         """The rest of a block, from {place}.attention and {place}.in to `target`, whose LayerNorm is `following`."""
         h = f"h.{layer}"
         middle, hidden = f"{place}.middle", f"{place}.hidden"
@@ -185,16 +185,16 @@ class _Blocks:
         ]
 
 
-def as_numbers(rules: PassRules, module: str, room: str, layer: int | None = None) -> tuple[list[Step], str]:
+def as_numbers(rules: PassRules, module: str, room: str, layer: int | None = None) -> tuple[list[OpCall], str]:
     """The name of a module's matrix as plain numbers; of int8 weights behind an op that expands them into `room`."""
     if not rules.weights.is_quantised:
         return [], f"{module}.weight"
-    return [Step("expand", rules.matrix(module), (room,), layer=layer)], room
+    return [OpCall("expand", rules.matrix(module), (room,), layer=layer)], room
 
 
 def blocks(
-    rules: PassRules, rows: int, attention: Callable[[int], list[Step]], last_rows: int | None = None
-) -> list[Step]:
+    rules: PassRules, rows: int, attention: Callable[[int], list[OpCall]], last_rows: int | None = None
+) -> list[OpCall]:
     """All blocks of a pass over `rows` rows, from h.0.in to h.{layers}.in, each with `attention(layer)` in it. With
     `last_rows`, only so many rows are wanted, those in the table `last`: behind the last attention these go on alone,
     as last.in and last.attention, to last.out. With 0 of them the pass ends there."""
@@ -205,7 +205,7 @@ def blocks(
         steps += [*ours.normal(f"{h}.in", f"{h}.ln_1", f"{h}.attn.c_attn", f"{h}.qkv", layer), *attention(layer)]
         if layer == last and last_rows is not None:
             if last_rows:
-                steps.append(Step("last_rows", ("all.attention", "all.in", "last"), ("last.attention", "last.in")))
+                steps.append(OpCall("last_rows", ("all.attention", "all.in", "last"), ("last.attention", "last.in")))
                 steps += _Blocks(rules, last_rows).behind_attention("last", "last.out", "ln_f", layer)
         else:
             following = f"h.{layer + 1}.ln_1" if layer < last else "ln_f"
@@ -231,41 +231,41 @@ def _affine(name: str) -> tuple[str, str]:
     return f"{name}.weight", f"{name}.bias"
 
 
-def decode_step(rules: PassRules, rows: int, end: End) -> list[Step]:
+def decode_step(rules: PassRules, rows: int, end: End) -> list[OpCall]:
     """A step of `rows` sequences."""
     config = rules.weights.config
 
     op, cache = ("append_attention_int8", CODED_CACHE) if rules.kv_codes else ("append_attention", CACHE)
 
-    def attention(layer: int) -> list[Step]:
+    def attention(layer: int) -> list[OpCall]:
         h = f"h.{layer}"
         inputs = (*(f"{h}.{name}" for name in ("q", "new_k", "new_v", *cache)), "length", "lanes")
         numbers = {"window": config.window or 0, "scale": config.attention_scale(layer)}
-        return [Step(op, inputs, (f"{h}.heads",), numbers, layer)]
+        return [OpCall(op, inputs, (f"{h}.heads",), numbers, layer)]
 
     embedded = ("tokens", "length", "lanes", *rules.matrix("wte"), "wpe.weight")
-    steps = [Step(f"newest_embedding{rules.coded}", embedded, ("h.0.in",))]
+    steps = [OpCall(f"newest_embedding{rules.coded}", embedded, ("h.0.in",))]
     steps += blocks(rules, rows, attention)
     return [*steps, *ending(rules, rows, end, f"h.{config.n_layer}.in")]
 
 
-def ending(rules: PassRules, rows: int, end: End, last: str) -> list[Step]:
+def ending(rules: PassRules, rows: int, end: End, last: str) -> list[OpCall]:
     """From the last hidden state to what `end` says."""
     if end is End.NOTHING:
         return []
     weights, kind = rules.weights, rules.regime(rows)
     epsilon, eos = {"epsilon": weights.config.layer_norm_epsilon}, {"eos": weights.config.eos_number}
     norm, head, normal = _affine("ln_f"), rules.matrix(weights.head), f"{last}.normal"
-    append = Step("append_token", ("token", "logit", "lanes", *ENDED_BY), numbers=eos)
+    append = OpCall("append_token", ("token", "logit", "lanes", *ENDED_BY), numbers=eos)
     if end is End.LIKELIEST and kind is Regime.FEW:
-        return [Step(f"head_argmax{rules.coded}", (last, *norm, *head), ("token", "logit"), epsilon), append]
-    steps = [] if kind is Regime.MANY else [Step("layernorm", (last, *norm), (normal,), epsilon)]
+        return [OpCall(f"head_argmax{rules.coded}", (last, *norm, *head), ("token", "logit"), epsilon), append]
+    steps = [] if kind is Regime.MANY else [OpCall("layernorm", (last, *norm), (normal,), epsilon)]
     if kind is Regime.FEW:
-        steps.append(Step(f"matvec{rules.coded}", (normal, *head), ("logits",)))
+        steps.append(OpCall(f"matvec{rules.coded}", (normal, *head), ("logits",)))
     else:
         steps += as_numbers(rules, weights.head, f"padded_head{EXPANDED}")[0]
-        steps.append(Step("matmul_bias", (normal, *_affine("padded_head")), ("logits",)))
-    return [*steps, Step("sample", ("logits", *SAMPLED_BY, "lanes"), ("token", "logit"), eos), append]
+        steps.append(OpCall("matmul_bias", (normal, *_affine("padded_head")), ("logits",)))
+    return [*steps, OpCall("sample", ("logits", *SAMPLED_BY, "lanes"), ("token", "logit"), eos), append]
 
 
 def shortened(named: Mapping[str, Tensor], layers: int, positions: int) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ def companions(
     return {f"{name}.{kind}": x for name in rows for kind, x in (("normal", normal), ("product", product))}
 
 
-def on_memory(steps: Sequence[Step], named: Mapping[str, Tensor]) -> list[Bound]:
+def on_memory(steps: Sequence[OpCall], named: Mapping[str, Tensor]) -> list[Bound]:
     """The steps on the buffers of these names."""
     return [
         Bound(step.spec, [named[n] for n in step.inputs], [named[n] for n in step.outputs], step.numbers)

@@ -17,7 +17,7 @@ from warpline.config import KV_DTYPES, WEIGHT_BYTES, EngineConfig
 from warpline.engine.executors.base import Executor
 from warpline.engine.executors.graph.bind import PREPARING
 from warpline.engine.executors.graph.prompts import Prompts
-from warpline.engine.executors.graph.schedule import STATE, PassRules, Step
+from warpline.engine.executors.graph.schedule import STATE, OpCall, PassRules
 from warpline.engine.executors.persistent.tape import record
 from warpline.engine.executors.sampling import advance, note_logprobs
 from warpline.engine.request import Needs, Span
@@ -166,7 +166,7 @@ class PersistentExecutor(Executor):
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
         self.prompts.run(slots, spans)
 
-    def table(self, phase: str) -> list[Step] | None:
+    def table(self, phase: str) -> list[OpCall] | None:
         """Of prompts; a decode launch is one kernel."""
         return self.prompts.table if phase == "prefill" else None
 
@@ -252,7 +252,7 @@ class PersistentExecutor(Executor):
         """Memory that a launch reads and writes, and that stays where it is."""
         tapes, cache = self._tapes, slots.cache
         shared = self._matrices | {"fault": slots.fault, "k": cache.k, "v": cache.v}
-        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "lines", "scales")}
+        shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "norm_terms", "scales")}
         return shared | {name: getattr(slots, name) for name in STATE}
 
     def _numbers(self, slots: Slots) -> dict[str, float | int]:

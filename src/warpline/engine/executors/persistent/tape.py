@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpline.kernels.decode_plan import CODE_INPUTS, CODE_UNIT, STAGES, TILE_BYTES, UNIT, Plan
+from warpline.kernels.persistent import FINAL_VECTORS, VECTORS
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import Weights
 
@@ -19,8 +20,7 @@ _MATRICES = {
     "fc": "mlp.c_fc.weight",
     "proj": "mlp.c_proj.weight",
 }
-#: What the kernel reads of a layer besides, and the products behind a LayerNorm, whose other vectors become lines.
-_VECTORS = ("ln_1.weight", "attn.c_proj.bias", "ln_2.weight", "mlp.c_proj.bias")
+#: The products behind a LayerNorm, whose vectors but for the LayerNorm's weight become part of `norm_terms`.
 _NORMAL_PRODUCTS = (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
 
 
@@ -30,7 +30,7 @@ class Tapes:
 
     tape: Tensor  # uint8 [step, warp, byte]
     vectors: Tensor
-    lines: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and, of codes, scale
+    norm_terms: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and, of codes, scale
     scales: Tensor  # float32 [layer, output of both projections]: of codes, else nothing
     plans: Tensor  # int32 [block, 14]
 
@@ -50,15 +50,15 @@ def record(weights: Weights, plan: Plan) -> Tapes:
     _deal(tape, plan, units, units[:, :0], plan.head_parts, CODE_UNIT // UNIT, 0)
     codes = code_tiles(Screen.of(head))
     _deal(tape, plan, codes[:, :-1], codes[:, -1:], plan.code_parts, 1, 1)
-    layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in _VECTORS]
-    vectors = torch.cat([*layers, tensors["ln_f.weight"], tensors["ln_f.bias"]])
-    lines = torch.stack([_lines(weights, f"h.{layer}.") for layer in range(extents.layers)])
+    layers = [tensors[f"h.{layer}.{name}"] for layer in range(extents.layers) for name in VECTORS]
+    vectors = torch.cat([*layers, *(tensors[name] for name in FINAL_VECTORS)])
+    norm_terms = torch.stack([_norm_terms(weights, f"h.{layer}.") for layer in range(extents.layers)])
     matrices = [weights.matrix(f"h.{layer}.{_MATRICES[s]}") for layer in range(extents.layers) for s in ("out", "proj")]
-    scales = torch.cat([lines.new_empty(0), *(m.scale for m in matrices if m.scale is not None)])
-    return Tapes(tape, vectors, lines, scales, torch.tensor(plan.rows(), dtype=torch.int32, device=weights.device))
+    scales = torch.cat([norm_terms.new_empty(0), *(m.scale for m in matrices if m.scale is not None)])
+    return Tapes(tape, vectors, norm_terms, scales, torch.tensor(plan.rows(), dtype=torch.int32, device=weights.device))
 
 
-def _lines(weights: Weights, h: str) -> Tensor:
+def _norm_terms(weights: Weights, h: str) -> Tensor:
     """[output, 2]: weight · gamma, and weight · beta + bias; of codes the scale as well."""
     found = []
     for norm, name in _NORMAL_PRODUCTS:

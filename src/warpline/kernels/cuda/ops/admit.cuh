@@ -18,44 +18,44 @@ __device__ __forceinline__ int noise_key(unsigned long long stream, int at) {
     return static_cast<int>(z ^ z >> 31);
 }
 
-// `whole` has of each request length, known, limit, min_length, top_k, where its tokens begin in `given`, and where its biases
-// begin and how many they are; `numbers` temperature, top_p, min_p, penalty, presence and frequency; `flags` stops_at_eos and
+// `integers` has of each request length, known, limit, min_length, top_k, where its tokens begin in `given`, and where its biases
+// begin and how many they are; `floats` temperature, top_p, min_p, penalty, presence and frequency; `flags` stops_at_eos and
 // biased. The rows of `bias` and `counts` are set only where they are used.
 template <typename T, int BLOCK>
-__device__ __forceinline__ void admit(const long long* lanes, const long long* whole, const float* numbers, const bool* flags,
+__device__ __forceinline__ void admit(const long long* lanes, const long long* integers, const float* floats, const bool* flags,
                                       const long long* stream, const int* given, const int* biased_tokens,
                                       const float* biases, long long* length, long long* known, long long* limit,
                                       long long* min_length, long long* top_k, float* temperature, float* top_p, float* min_p,
                                       float* penalty, float* presence, float* frequency, bool* stops_at_eos, bool* biased,
-                                      bool* done, bool* broken, long long* reported, float* bias, int* counts,
+                                      bool* done, bool* not_finite, long long* reported, float* bias, int* counts,
                                       long long* tokens, int* noise, int capacity, int vocab) {
     const int row = blockIdx.x;
     const long long slot = lanes[row];
     if (slot < 0) return;
-    whole += static_cast<long long>(row) * 8;
-    numbers += static_cast<long long>(row) * 6;
+    integers += static_cast<long long>(row) * 8;
+    floats += static_cast<long long>(row) * 6;
     flags += static_cast<long long>(row) * 2;
     if (threadIdx.x == 0) {
-        length[slot] = reported[slot] = whole[0];
-        known[slot] = whole[1];
-        limit[slot] = whole[2];
-        min_length[slot] = whole[3];
-        top_k[slot] = whole[4];
-        temperature[slot] = numbers[0];
-        top_p[slot] = numbers[1];
-        min_p[slot] = numbers[2];
-        penalty[slot] = numbers[3];
-        presence[slot] = numbers[4];
-        frequency[slot] = numbers[5];
+        length[slot] = reported[slot] = integers[0];
+        known[slot] = integers[1];
+        limit[slot] = integers[2];
+        min_length[slot] = integers[3];
+        top_k[slot] = integers[4];
+        temperature[slot] = floats[0];
+        top_p[slot] = floats[1];
+        min_p[slot] = floats[2];
+        penalty[slot] = floats[3];
+        presence[slot] = floats[4];
+        frequency[slot] = floats[5];
         stops_at_eos[slot] = flags[0];
         biased[slot] = flags[1];
-        done[slot] = broken[slot] = false;
+        done[slot] = not_finite[slot] = false;
     }
-    given += whole[5];
+    given += integers[5];
     tokens += slot * capacity;
     noise += slot * capacity;
     const unsigned long long key = static_cast<unsigned long long>(stream[row]);
-    const int brought = static_cast<int>(whole[1]);
+    const int brought = static_cast<int>(integers[1]);
     for (int t = threadIdx.x; t < capacity; t += BLOCK) {
         if (t < brought) tokens[t] = given[t];
         noise[t] = noise_key(key, t);
@@ -68,7 +68,7 @@ __device__ __forceinline__ void admit(const long long* lanes, const long long* w
         counts[t] = 0;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < whole[7]; i += BLOCK) bias[biased_tokens[whole[6] + i]] = biases[whole[6] + i];
+    for (int i = threadIdx.x; i < integers[7]; i += BLOCK) bias[biased_tokens[integers[6] + i]] = biases[integers[6] + i];
 }
 
 }  // namespace warpline

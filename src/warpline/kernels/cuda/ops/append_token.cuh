@@ -19,7 +19,7 @@ template <typename T, int BLOCK>
 __device__ __forceinline__ void append_token(const long long* token, const T* logit, const long long* lanes,
                                              const long long* known, const long long* limit, const bool* stops_at_eos,
                                              const bool* biased, const float* presence, const float* frequency,
-                                             long long* tokens, long long* length, bool* done, bool* broken, float* bias,
+                                             long long* tokens, long long* length, bool* done, bool* not_finite, float* bias,
                                              int* counts, int rows, int capacity, int vocab, int eos) {
     const int row = static_cast<int>(blockIdx.x) * BLOCK + threadIdx.x;
     const long long slot = row < rows ? lanes[row] : 0;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void append_token(const long long* token, const T* lo
     *place = added;
     length[slot] = at + 1;
     if (adjusts) lower(bias, counts, slot * vocab + added, presence[slot], frequency[slot]);
-    if (!isfinite(to_float(logit[row]))) broken[slot] = true;
+    if (!isfinite(to_float(logit[row]))) not_finite[slot] = true;
     if ((added == eos && stops) || at + 1 >= most) done[slot] = true;
 }
 

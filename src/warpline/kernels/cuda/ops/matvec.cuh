@@ -151,7 +151,7 @@ struct WarpTiles {
             for (int step = 0; step < BATCH; ++step) {
                 const int at = vector_of(step0 + step);
                 held[half][step] = {};
-                if (at < VECTORS) held[half][step] = load_once(reinterpret_cast<const Pairs*>(weight + row * INPUTS) + at);
+                if (at < VECTORS) held[half][step] = load_streaming(reinterpret_cast<const Pairs*>(weight + row * INPUTS) + at);
             }
         }
     }

@@ -1,6 +1,6 @@
 // What has come of each lane since the last report, for the host to read: a block to a lane; a lane of -1 has nothing to say.
 //
-// A row of `news` is how many tokens are new, flags (1: done, 2: broken, 4: a launch found a fault), then the tokens; what is
+// A row of `news` is how many tokens are new, flags (1: done, 2: not_finite, 4: a launch found a fault), then the tokens; what is
 // behind them stays. It may lie in the host's pinned memory, so that nothing has to be copied. What there is no room for is
 // left for the next report.
 // Traffic: the new tokens in, and out again.
@@ -10,7 +10,7 @@
 namespace warpline {
 
 template <typename T, int BLOCK>
-__device__ __forceinline__ void report(const long long* tokens, const long long* length, const bool* done, const bool* broken,
+__device__ __forceinline__ void report(const long long* tokens, const long long* length, const bool* done, const bool* not_finite,
                                        const long long* lanes, const int* fault, long long* reported, int* news, int width,
                                        int capacity) {
     const long long slot = lanes[blockIdx.x];
@@ -23,7 +23,7 @@ __device__ __forceinline__ void report(const long long* tokens, const long long*
     __syncthreads();  // every thread has read how far the last report went
     if (threadIdx.x > 0) return;
     news[0] = count;
-    news[1] = (done[slot] ? 1 : 0) | (broken[slot] ? 2 : 0) | (*fault != 0 ? 4 : 0);
+    news[1] = (done[slot] ? 1 : 0) | (not_finite[slot] ? 2 : 0) | (*fault != 0 ? 4 : 0);
     reported[slot] = from + count;
 }
 

@@ -57,7 +57,7 @@ struct SampleScratch {
     int index[WARPS];
     // Of the row, here because registers are few: the repetition penalty and 1 over it, what is added to logits, and to how
     // many: none, or all but those that logits are padded with.
-    float punishment, relief;
+    float penalty, inverse_penalty;
     const float* bias;
     int adjusted;
     unsigned above;
@@ -166,11 +166,11 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     logits += static_cast<long long>(row) * VOCAB;
     tokens += slot * capacity;
     const bool greedy = temperature[slot] <= 0.f, punishes = penalty[slot] != 1.f;
-    const float coolness = greedy ? 1.f : 1.f / temperature[slot];
+    const float inverse_temperature = greedy ? 1.f : 1.f / temperature[slot];
     const int past = static_cast<int>(length[slot]), banned = stops_at_eos[slot] && past < min_length[slot] ? eos : -1;
     if (threadIdx.x == 0) {
-        s.punishment = penalty[slot];
-        s.relief = 1.f / penalty[slot];
+        s.penalty = penalty[slot];
+        s.inverse_penalty = 1.f / penalty[slot];
         s.bias = bias + slot * entries;
         s.adjusted = biased[slot] ? entries : 0;
         s.first = VOCAB;
@@ -186,9 +186,9 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         __syncthreads();
     }
     const auto score = [&](int i, float v) {
-        if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? s.relief : s.punishment;
+        if (punishes && s.seen[i / 32] >> i % 32 & 1) v *= v > 0.f ? s.inverse_penalty : s.penalty;
         if (i < s.adjusted) v += s.bias[i];
-        return i == banned ? -infinity() : v * coolness;
+        return i == banned ? -infinity() : v * inverse_temperature;
     };
 
     constexpr int WIDTH = vector_width<T>(VOCAB), STEP = BLOCK * WIDTH;
@@ -238,12 +238,12 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
 
     // The likeliest token, and the largest logit.
     float highest = -infinity();
-    bool odd = false;  // whether there is a logit that is no number, or has no bound
+    bool not_finite = false;  // whether there is a logit that is no number, or has no bound
     int likeliest, found = threadIdx.x * WIDTH;  // the pack in which this thread found the largest logit, where nothing adjusts
     if (adjusts) {
         likeliest = choose([&](int i, float v) {
             highest = fmaxf(highest, v);
-            odd |= !(v < infinity());
+            not_finite |= !(v < infinity());
             return score(i, v);
         });
     } else {
@@ -265,7 +265,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
                 if (highest > before) found = first + u * STEP;
             }
         }
-        odd = !(highest < infinity());
+        not_finite = !(highest < infinity());
     }
     const float own = highest;
     highest = group_max<WARPS>(highest, s.reduced);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         __syncthreads();
         likeliest = min(s.first, VOCAB - 1);  // there is none where no logit is a number
     }
-    if (__syncthreads_or(odd)) highest = infinity();
+    if (__syncthreads_or(not_finite)) highest = infinity();
     if (threadIdx.x == 0) logit[row] = highest;
     if (greedy) {
         if (threadIdx.x == 0) token[row] = likeliest;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
 
     // Top-k keeps what fewer than k scores exceed, top-p what scores of less than p together exceed.
     const float largest = score(likeliest, to_float(logits[likeliest]));
-    unsigned line = 0;  // the least key that stays
+    unsigned cutoff = 0;  // the least key that is kept
 #pragma unroll 1
     for (int rule = 0; rule < 2; ++rule) {
         const bool by_count = rule == 0;
@@ -297,7 +297,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         const auto each_kept = [&](auto f) {
             each([&](int i, float logit) {
                 const float v = score(i, logit);
-                if (ordered(v) >= line) f(v);
+                if (ordered(v) >= cutoff) f(v);
             });
         };
         float sum = 0.f;
@@ -307,13 +307,13 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         const unsigned least = least_kept(s, largest, target, [&](auto f) {
             each_kept([&](float v) { f(v, by_count ? 1u : __float2uint_rn(exp2_approx((v - largest) * LOG2_E) * scale)); });
         });
-        line = max(line, least);
+        cutoff = max(cutoff, least);
     }
-    const float floor = largest + logf(min_p[slot]);
+    const float log_min_p = largest + logf(min_p[slot]);
     const unsigned key = static_cast<unsigned>(noise[slot * capacity + min(past, capacity - 1)]);
     const int drawn = choose([&](int i, float logit) {
         const float v = score(i, logit);
-        return ordered(v) >= line && v >= floor ? v + gumbel_noise(key, i) : -infinity();
+        return ordered(v) >= cutoff && v >= log_min_p ? v + gumbel_noise(key, i) : -infinity();
     });
     if (threadIdx.x == 0) token[row] = drawn;
 }

@@ -109,7 +109,7 @@ class PartAttention {
     }
 
     // The query from words: `posted` is where it, the newest key and the newest value are exchanged, `apart` from each other.
-    static __device__ __forceinline__ void take(Newest& newest, bool all, const Word* posted, int apart, unsigned tag, const Watchdog& dog) {
+    static __device__ __forceinline__ void take(Newest& newest, bool all, const Word* posted, int apart, unsigned tag, const Watchdog& watchdog) {
         constexpr int AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2, PAIRS = 2 * AT_ONCE_QUADS;
         const int lane = thread_index() % WARP;
 #pragma unroll
@@ -125,7 +125,7 @@ class PartAttention {
             for (int i = 0; i < PAIRS + 4; ++i) {
                 if (i < needed) pair[i].load(place(i));
             }
-            await(pair, place, tag, dog, needed);
+            await(pair, place, tag, watchdog, needed);
             const auto bits = [&](int i) {
                 return Bits{pair[i].payload(0), pair[i].payload(1), pair[i + 1].payload(0), pair[i + 1].payload(1)};
             };

@@ -7,20 +7,20 @@ namespace warpline {
 template <typename M>
 class AttentionHalf : protected Parts<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Base = Parts<M>;
-    using Place::ROWS, Place::WARPS, Place::WIDTH, Place::HEADS, Place::DEPTH, Place::PER, Place::SLAB;
-    using Place::PITCH, Place::HEAD_WORDS, Place::QKV_AT, Place::ATTENTION_AT, Place::MIDDLE_AT, Place::WHOLE_CONTEXTS;
-    using typename Place::T, typename Place::Attention, typename Base::Lines;
+    using Memory::ROWS, Memory::WARPS, Memory::WIDTH, Memory::HEADS, Memory::DEPTH, Memory::PER, Memory::SLAB;
+    using Memory::PITCH, Memory::HEAD_WORDS, Memory::QKV_AT, Memory::ATTENTION_AT, Memory::MIDDLE_AT, Memory::WHOLE_CONTEXTS;
+    using typename Memory::T, typename Memory::Attention, typename Base::NormTerms;
     template <int INPUTS, int UNITS>
-    using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
-    using Base::a, Base::desk, Base::tape, Base::tag, Base::splits, Base::layer;
-    using Base::words, Base::stamp, Base::packed, Base::rows_at, Base::vectors, Base::scale_rows, Base::leave_late;
+    using ProductOf = typename Memory::template ProductOf<INPUTS, UNITS>;
+    using Base::a, Base::shared, Base::tape, Base::tag, Base::splits, Base::layer;
+    using Base::words, Base::stamp, Base::packed, Base::rows_at, Base::vector, Base::scale_rows, Base::store_late_sums;
     using Base::Base;
 
-    // The heads' outputs, as far as they are this warp's columns, into desk.h. Who has attended to a head comes late enough.
+    // The heads' outputs, as far as they are this warp's columns, into shared.h. Who has attended to a head comes late enough.
     __device__ __forceinline__ void gather_attention(unsigned begun) {
-        const unsigned pause = desk.parts == 0 ? M::PAUSE_HEADS : 0;
+        const unsigned pause = shared.parts == 0 ? M::PAUSE_HEADS : 0;
         constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS, LANES = WARP / HALVES;  // of words, of a row and of all
         const int lane = thread_index() % WARP, slab = thread_index() / WARP * SLAB;
         // Of a lane's pair i: the row, the column, and where the first part of its head begins.
@@ -35,17 +35,17 @@ class AttentionHalf : protected Parts<M> {
             return Spot{row, column, lane < LANES && n < MINE && at == column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::PARTS * HEAD_WORDS};
         };
         const auto leave = [&](const Spot& s, Vec<unsigned, 2> bits) {
-            if (s.own) *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + s.row * PITCH + s.column) = bits;
+            if (s.own) *reinterpret_cast<Vec<unsigned, 2>*>(shared.h + s.row * PITCH + s.column) = bits;
         };
-        if (!Place::MERGES || splits == 1) {
+        if (!Memory::MERGES || splits == 1) {
             auto heads = gather<ceil_div(MINE, LANES), 4>([&](int i) {
                 const Spot s = spot(i);
                 return s.head + s.column % DEPTH / PER;
             });
             heads.ask(begun, pause);
-            heads.finish(tag, desk.dog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
-        } else if constexpr (Place::MERGES) {
-            let_pass(begun, pause);
+            heads.finish(tag, shared.watchdog, [&](int i, const Pair& pair) { leave(spot(i), {pair.payload(0), pair.payload(1)}); });
+        } else if constexpr (Memory::MERGES) {
+            wait_cycles(begun, pause);
 #pragma unroll 1
             for (int i = 0; i < ceil_div(MINE, LANES); ++i) {
                 const Spot s = spot(i);
@@ -107,7 +107,7 @@ class AttentionHalf : protected Parts<M> {
             Pair pair[2 * AT_ONCE];
 #pragma unroll
             for (int i = 0; i < 2 * AT_ONCE; ++i) pair[i].load(place(i));
-            await(pair, place, tag, desk.dog);
+            await(pair, place, tag, shared.watchdog);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const Vec<unsigned, 2> bits = {pair[2 * i].payload(0), pair[2 * i].payload(1)};
@@ -127,13 +127,13 @@ class AttentionHalf : protected Parts<M> {
             ProductOf<WIDTH, M::QKV_UNITS> qkv;
             const unsigned begun = cycles();
             this->begin_attention();
-            const Lines line = this->template first_lines<QKV>();
-            qkv.begin(tape, desk.plan.units[QKV]);
+            const NormTerms terms = this->template first_norm_terms<QKV>();
+            qkv.begin(tape, shared.plan.units[QKV]);
             float sums[2 * ROWS];
             this->scale_first_rows(begun, sums);
             stamp();
-            qkv.finish(tape, desk.h, PITCH, this->template partial<QKV>(), [&] { leave_late(sums); });
-            this->template normal_outputs<QKV, decltype(qkv)>(0, line, [&](int output, int row, float (&value)[PER]) {
+            qkv.finish(tape, shared.h, PITCH, this->template partial<QKV>(), [&] { store_late_sums(sums); });
+            this->template normal_outputs<QKV, decltype(qkv)>(0, terms, [&](int output, int row, float (&value)[PER]) {
                 post(words() + QKV_AT + (row * 3 * WIDTH + output) / PER, packed(value), tag);
             });
             stamp();
@@ -142,13 +142,13 @@ class AttentionHalf : protected Parts<M> {
         this->attend(
             [&](const Part& part, auto& newest, bool all) {
                 const Word* posted = words() + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
-                Attention::take(newest, all, posted, WIDTH / PER, tag, desk.dog);
+                Attention::take(newest, all, posted, WIDTH / PER, tag, shared.watchdog);
             },
             [&](const Part& part) {
                 const int thread = thread_index();
                 if (thread >= DEPTH / PER) return;
                 float value[PER];
-                const auto [largest, sum] = Attention::template merge<PER>(desk.attention, part, thread * PER, value);
+                const auto [largest, sum] = Attention::template merge<PER>(shared.attention, part, thread * PER, value);
                 const float inverse = sum > 0.f ? rcp_approx(sum) : 0.f, weight = sum > 0.f ? largest + __log2f(sum) : LOWEST;
                 Vec<T, PER> rounded;
 #pragma unroll
@@ -169,20 +169,20 @@ class AttentionHalf : protected Parts<M> {
         {
             ProductOf<WIDTH, M::OUT_UNITS> out;
             const unsigned begun = cycles();
-            out.begin(tape, desk.plan.units[OUT]);
+            out.begin(tape, shared.plan.units[OUT]);
             gather_attention(begun);
             stamp();
-            out.finish(tape, desk.h, PITCH, this->template partial<OUT>());
+            out.finish(tape, shared.h, PITCH, this->template partial<OUT>());
             this->template post_residual<OUT, 0, decltype(out)>(MIDDLE_AT);
             stamp();
         }
     }
 
-    // The rows behind attention, times gamma, into desk.h.
+    // The rows behind attention, times gamma, into shared.h.
     __device__ __forceinline__ void scale_middle_rows(unsigned begun, float (&sums)[2 * ROWS]) {
         auto rows = rows_at(words() + MIDDLE_AT);
         rows.ask(begun, M::PAUSE_MIDDLE);
-        scale_rows(vectors(2 * WIDTH), 1, sums, tag, rows);
+        scale_rows(vector(layer, M::LN_2_WEIGHT), 1, sums, tag, rows);
     }
 };
 

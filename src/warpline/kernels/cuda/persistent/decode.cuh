@@ -11,25 +11,25 @@
 // Traffic per token: every weight once, keys and values of the context once, and for each of the five exchanges of a layer
 // a row to every block, through L2.
 #pragma once
-#include "persistent/choice.cuh"
+#include "persistent/sampler.cuh"
 
 namespace warpline {
 
 template <typename M>
-class Decode : Choice<M> {
-    using Place = Layout<M>;
+class Decode : Sampler<M> {
+    using Memory = Layout<M>;
     using Layer = Layers<M>;
-    using Ending = Choice<M>;
-    using Place::ROWS, Place::THREADS, Place::WIDTH, Place::INNER, Place::HEADS;
-    using Place::BIASES, Place::PITCH, Place::RING_BYTES, Place::END_AT, Place::SCORES;
-    using typename Place::T, typename Place::Desk, typename Place::Row, typename Place::Ring, typename Place::TapeOf;
-    using Layer::a, Layer::desk, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
-    using Layer::stamp, Layer::words_before, Layer::vectors, Layer::rows_at, Layer::normalise, Layer::token_at;
+    using Ending = Sampler<M>;
+    using Memory::ROWS, Memory::THREADS, Memory::WIDTH, Memory::INNER, Memory::HEADS;
+    using Memory::BIASES, Memory::PITCH, Memory::RING_BYTES, Memory::END_AT, Memory::SCORES;
+    using typename Memory::T, typename Memory::BlockShared, typename Memory::Row, typename Memory::Ring, typename Memory::TapeOf;
+    using Layer::a, Layer::shared, Layer::tape, Layer::tag, Layer::splits, Layer::layer;
+    using Layer::stamp, Layer::words_before, Layer::vector, Layer::rows_at, Layer::normalise, Layer::token_at;
     using Layer::run_layer;
-    using Ending::all_logits, Ending::quantise_rows, Ending::best_scores, Ending::agree, Ending::choose, Ending::first_output;
+    using Ending::all_logits, Ending::quantise_rows, Ending::best_scores, Ending::exchange_best, Ending::choose, Ending::first_output;
 
    public:
-    using Place::WORDS;
+    using Memory::WORDS;
 
    private:
     using Ending::Ending;
@@ -40,10 +40,11 @@ class Decode : Choice<M> {
         constexpr int OF_OUT = M::OUT_UNITS * TILE_OUTPUTS;
         for (int i = thread_index(); i < M::LAYERS * BIASES; i += THREADS) {
             const bool second = i % BIASES >= OF_OUT;
-            const int output = desk.plan.first[second ? PROJ : OUT] * TILE_OUTPUTS + i % BIASES - (second ? OF_OUT : 0);
+            const int output = shared.plan.first[second ? PROJ : OUT] * TILE_OUTPUTS + i % BIASES - (second ? OF_OUT : 0);
             layer = i / BIASES;
-            desk.bias[i] = output < WIDTH ? vectors((second ? 3 : 1) * WIDTH)[output] : from_float<T>(0.f);
-            if constexpr (M::CODED) desk.scale[i] = output < WIDTH ? a.scales[(2 * layer + second) * WIDTH + output] : 0.f;
+            const int which = second ? M::MLP_C_PROJ_BIAS : M::ATTN_C_PROJ_BIAS;
+            shared.bias[i] = output < WIDTH ? vector(layer, which)[output] : from_float<T>(0.f);
+            if constexpr (M::CODED) shared.scale[i] = output < WIDTH ? a.scales[(2 * layer + second) * WIDTH + output] : 0.f;
         }
     }
 
@@ -51,7 +52,7 @@ class Decode : Choice<M> {
     __device__ __forceinline__ void look_up_rows() {
         const int row = thread_index();
         if (row < ROWS) {
-            Row& r = desk.rows[row];
+            Row& r = shared.rows[row];
             r = {};
             if (row < a.batch) {
                 const int slot = r.slot = static_cast<int>(a.lanes[row]);
@@ -59,15 +60,15 @@ class Decode : Choice<M> {
                 r.token = static_cast<int>(a.tokens[token_at(r, r.length - 1)]);
                 r.known = static_cast<int>(a.known[slot]);
                 r.limit = static_cast<int>(a.limit[slot]);
-                r.least = static_cast<int>(a.min_length[slot]);
-                r.stops = a.stops_at_eos[slot];
+                r.min_length = static_cast<int>(a.min_length[slot]);
+                r.stops_at_eos = a.stops_at_eos[slot];
                 r.active = !a.done[slot];
-                r.coolness = a.temperature[slot] > 0.f ? 1.f / a.temperature[slot] : 0.f;
+                r.inverse_temperature = a.temperature[slot] > 0.f ? 1.f / a.temperature[slot] : 0.f;
                 if constexpr (M::FILTERS) {
-                    r.most = static_cast<int>(a.top_k[slot]);
-                    r.mass = a.top_p[slot];
-                    r.floor = logf(a.min_p[slot]);
-                    r.punishment = a.penalty[slot];
+                    r.top_k = static_cast<int>(a.top_k[slot]);
+                    r.top_p = a.top_p[slot];
+                    r.log_min_p = logf(a.min_p[slot]);
+                    r.penalty = a.penalty[slot];
                     r.presence = a.presence[slot];
                     r.frequency = a.frequency[slot];
                     r.biased = a.biased[slot];
@@ -75,53 +76,53 @@ class Decode : Choice<M> {
             }
         }
         sync_threads<THREADS>();
-        if constexpr (M::FILTERS) this->forget_seen();
+        if constexpr (M::FILTERS) this->reset_seen();
     }
 
     // What follows from the rows' lengths; every block comes to the same.
     __device__ __forceinline__ void prepare_token() {
         const int thread = thread_index();
         if (thread < ROWS) {
-            Row& r = desk.rows[thread];
-            r.banned = r.stops && r.length < r.least ? a.eos : -1;
-            r.key = r.coolness > 0.f ? a.noise[token_at(r, min(r.length, a.capacity - 1))] : 0;
-            desk.unit[0][thread] = desk.unit[1][thread] = 1.f;
+            Row& r = shared.rows[thread];
+            r.banned = r.stops_at_eos && r.length < r.min_length ? a.eos : -1;
+            r.key = r.inverse_temperature > 0.f ? a.noise[token_at(r, min(r.length, a.capacity - 1))] : 0;
+            shared.row_scale[0][thread] = shared.row_scale[1][thread] = 1.f;
         }
         if (thread == WARP) {
             int longest = 1;
             bool active = false;
             for (int i = 0; i < ROWS; ++i) {
-                longest = max(longest, M::INVARIANT ? this->context_end(i) : desk.rows[i].length);
-                active |= desk.rows[i].active;
+                longest = max(longest, M::INVARIANT ? this->context_end(i) : shared.rows[i].length);
+                active |= shared.rows[i].active;
             }
             if (a.window > 0) longest = min(longest, a.window);
-            desk.found = 0;
-            desk.goes_on = active && !desk.dog.dead;
+            shared.found = 0;
+            shared.goes_on = active && !shared.watchdog.timed_out;
             this->deal_parts(longest);
         }
         sync_threads<THREADS>();
-        splits = Place::WHOLE_CONTEXTS ? 1 : desk.splits;
+        splits = Memory::WHOLE_CONTEXTS ? 1 : shared.splits;
     }
 
     // The tokens that were agreed on; block 0 tells the host.
     __device__ __forceinline__ void append() {
         const int row = thread_index();
-        if (row < ROWS && desk.rows[row].active) {
-            Row& r = desk.rows[row];
+        if (row < ROWS && shared.rows[row].active) {
+            Row& r = shared.rows[row];
             const unsigned long long best = this->best_of(row);
             r.token = min(static_cast<unsigned>(output_of(best)), static_cast<unsigned>(M::VOCAB - 1));
             if (r.length < r.known) r.token = static_cast<int>(a.tokens[token_at(r, r.length)]);
             if constexpr (M::FILTERS) {
-                this->see(row, r.token);
-                this->lower_own(r, r.token);
+                this->mark_seen(row, r.token);
+                this->penalise_own(r, r.token);
             }
             r.length += 1;
-            r.active = !(r.token == a.eos && r.stops) && r.length < r.limit;
+            r.active = !(r.token == a.eos && r.stops_at_eos) && r.length < r.limit;
             if (blockIdx.x == 0) {
                 a.tokens[token_at(r, r.length - 1)] = r.token;
                 a.length[r.slot] = r.length;
                 if (!r.active) a.done[r.slot] = true;
-                if (!isfinite(value_of(best)) || r.odd) a.broken[r.slot] = true;
+                if (!isfinite(value_of(best)) || r.not_finite) a.not_finite[r.slot] = true;
             }
         }
         sync_threads<THREADS>();
@@ -133,30 +134,30 @@ class Decode : Choice<M> {
         look_up_rows();
         for (int token = 0; token < a.count; ++token) {
             prepare_token();
-            if (!desk.goes_on) break;
+            if (!shared.goes_on) break;
             one_token(token);
         }
-        if (thread_index() == 0) desk.dog.stopped = true;
+        if (thread_index() == 0) shared.watchdog.finished = true;
         tape.stop();
     }
 
    private:
     __device__ __forceinline__ void one_token(int token) {
         for (layer = 0; layer < M::LAYERS; ++layer, ++tag) {
-            if (thread_index() == 0) desk.dog.turn = tag;
+            if (thread_index() == 0) shared.watchdog.turn = tag;
             run_layer();
         }
         auto rows = rows_at(words_before() + END_AT);
         rows.ask(cycles(), M::PAUSE_ROWS);
-        normalise(vectors(0), vectors(WIDTH), tag - 1, rows);
+        normalise(vector(layer, M::LN_F_WEIGHT), vector(layer, M::LN_F_BIAS), tag - 1, rows);  // layer is LAYERS
         if constexpr (M::SCREENED) quantise_rows();
         sync_threads<THREADS>();  // here every warp needs all columns
         stamp();
-        if (desk.parts > 0) __threadfence();  // keys and values are in the cache before the next token
+        if (shared.parts > 0) __threadfence();  // keys and values are in the cache before the next token
         if constexpr (M::LOGITS || M::FILTERS) {
             all_logits([&](int output, int row, float value) {
                 if (M::LOGITS && row < a.batch) a.logits[static_cast<long long>(row) * M::LOGITS_PITCH + output] = value;
-                if constexpr (M::FILTERS) desk.scores[row * SCORES + output - first_output()] = value;
+                if constexpr (M::FILTERS) shared.scores[row * SCORES + output - first_output()] = value;
             });
             if constexpr (M::FILTERS) {
                 stamp();
@@ -165,14 +166,14 @@ class Decode : Choice<M> {
             }
         } else {
             best_scores([&](int row, int output, float logit) {
-                const Row& r = desk.rows[row];
+                const Row& r = shared.rows[row];
                 if (output == r.banned || !r.active) return 0ull;
                 // Rounded twice, as where filters come in between.
-                if (r.coolness > 0.f) logit = __fadd_rn(__fmul_rn(logit, r.coolness), gumbel_noise(r.key, output));
+                if (r.inverse_temperature > 0.f) logit = __fadd_rn(__fmul_rn(logit, r.inverse_temperature), gumbel_noise(r.key, output));
                 return candidate(logit, output);
             });
             stamp();
-            agree(token);
+            exchange_best(token);
             ++tag;
             append();
         }
@@ -183,20 +184,20 @@ class Decode : Choice<M> {
     static __device__ __forceinline__ void launch(const typename M::Arguments& arguments) {
         unsigned char* memory = dynamic_shared<unsigned char>();
         Ring& ring = *reinterpret_cast<Ring*>(memory);
-        Desk& desk = *reinterpret_cast<Desk*>(memory + RING_BYTES);
-        for (int i = thread_index(); i < ROWS * PITCH; i += THREADS) desk.h[i] = from_float<T>(0.f);
+        BlockShared& shared = *reinterpret_cast<BlockShared*>(memory + RING_BYTES);
+        for (int i = thread_index(); i < ROWS * PITCH; i += THREADS) shared.h[i] = from_float<T>(0.f);
         if (thread_index() == 0) {
-            desk.dog.prepare();
-            desk.plan = arguments.plans[blockIdx.x];
+            shared.watchdog.prepare();
+            shared.plan = arguments.plans[blockIdx.x];
         }
         TapeOf::prepare(ring);
         __syncthreads();
         if (thread_index() < THREADS) {
-            Decode(arguments, desk, ring).run();
+            Decode(arguments, shared, ring).run();
         } else if (thread_index() == THREADS) {
-            Watch watch(desk.dog, arguments.fault, arguments.patience);
-            TapeOf::feed(arguments.tape, desk.plan.reel(M::SCREENED), HAS_BULK_COPIES ? arguments.count : 0, ring, watch);
-            while (!watch.look()) __nanosleep(200);
+            WatchdogTimer timer(shared.watchdog, arguments.fault, arguments.patience);
+            TapeOf::feed(arguments.tape, shared.plan.range(M::SCREENED), HAS_BULK_COPIES ? arguments.count : 0, ring, timer);
+            while (!timer.poll()) __nanosleep(200);
         }
     }
 };

@@ -31,7 +31,7 @@ constexpr int PER_WORD = 4 / sizeof(T);
 __device__ __forceinline__ void post(Word* at, unsigned payload, unsigned tag) {
     const Word word = static_cast<Word>(tag) << 32 | payload;
 #if __CUDA_ARCH__ >= 800
-    asm volatile("st.relaxed.gpu.global.L2::cache_hint.u64 [%0], %1, %2;" ::"l"(at), "l"(word), "l"(keeping()) : "memory");
+    asm volatile("st.relaxed.gpu.global.L2::cache_hint.u64 [%0], %1, %2;" ::"l"(at), "l"(word), "l"(evict_last_policy()) : "memory");
 #else
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(word) : "memory");
 #endif
@@ -45,7 +45,7 @@ struct Pair {
 #if __CUDA_ARCH__ >= 800
         asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v2.u64 {%0, %1}, [%2], %3;"
                      : "=l"(at[0]), "=l"(at[1])
-                     : "l"(from), "l"(keeping())
+                     : "l"(from), "l"(evict_last_policy())
                      : "memory");
 #else
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(at[0]), "=l"(at[1]) : "l"(from) : "memory");
@@ -68,7 +68,7 @@ __device__ __forceinline__ unsigned cycles() {
     asm volatile("mov.u32 %0, %clock;" : "=r"(now));
     return now;
 }
-__device__ __forceinline__ void let_pass(unsigned begun, unsigned pause) {
+__device__ __forceinline__ void wait_cycles(unsigned begun, unsigned pause) {
     while (cycles() - begun < pause) continue;
 }
 
@@ -77,36 +77,36 @@ __device__ __forceinline__ void let_pass(unsigned begun, unsigned pause) {
 // and `fault` tells the host.
 struct Watchdog {
     volatile unsigned turn;
-    volatile bool dead, stopped;
+    volatile bool timed_out, finished;
 
     __device__ __forceinline__ void prepare() {
         turn = 0;
-        dead = stopped = false;
+        timed_out = finished = false;
     }
 };
 
-class Watch {
-    Watchdog& dog;
+class WatchdogTimer {
+    Watchdog& watchdog;
     int* fault;
     const unsigned long long patience;
     unsigned long long since = nanoseconds();
     unsigned turn = 0;
 
    public:
-    __device__ __forceinline__ Watch(Watchdog& dog, int* fault, unsigned long long patience)
-        : dog(dog), fault(fault), patience(patience) {}
+    __device__ __forceinline__ WatchdogTimer(Watchdog& watchdog, int* fault, unsigned long long patience)
+        : watchdog(watchdog), fault(fault), patience(patience) {}
 
     // Whether the block is done.
-    __device__ __forceinline__ bool look() {
+    __device__ __forceinline__ bool poll() {
         const unsigned long long now = nanoseconds();
-        if (dog.turn != turn) {
-            turn = dog.turn;
+        if (watchdog.turn != turn) {
+            turn = watchdog.turn;
             since = now;
-        } else if (now - since > patience && !dog.dead) {
-            dog.dead = true;
+        } else if (now - since > patience && !watchdog.timed_out) {
+            watchdog.timed_out = true;
             *fault = 1;
         }
-        return dog.stopped;
+        return watchdog.finished;
     }
 };
 
@@ -114,12 +114,12 @@ class Watch {
 // one for each. A whole warp calls it and goes on together: lanes that left one by one would each do what follows on their
 // own. `from(i)` says where a lane's pair i is; a lane without one of its own reads another's. Only the first `needed` count.
 template <int N, typename From>
-__device__ __forceinline__ void await(Pair (&pair)[N], From from, unsigned tag, const Watchdog& dog, int needed = N) {
+__device__ __forceinline__ void await(Pair (&pair)[N], From from, unsigned tag, const Watchdog& watchdog, int needed = N) {
     while (true) {
         bool there = true;
 #pragma unroll
         for (int i = 0; i < N; ++i) there &= i >= needed || pair[i].carries(tag);
-        if (__all_sync(0xffffffffu, there) || dog.dead) return;
+        if (__all_sync(0xffffffffu, there) || watchdog.timed_out) return;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             if (i < needed) pair[i].load(from(i));
@@ -140,7 +140,7 @@ class Gather {
     // To be called before `finish`, and not before an answer can be there: who asks too early asks again, and all those
     // questions are in the way of the answers. So it waits until `pause` cycles have passed since `begun`.
     __device__ __forceinline__ void ask(unsigned begun, unsigned pause) {
-        let_pass(begun, pause);
+        wait_cycles(begun, pause);
         ask();
     }
     __device__ __forceinline__ void ask() {
@@ -150,7 +150,7 @@ class Gather {
 
     // f(i, pair), for each pair when it is there.
     template <typename F>
-    __device__ __forceinline__ void finish(unsigned tag, const Watchdog& dog, F f) {
+    __device__ __forceinline__ void finish(unsigned tag, const Watchdog& watchdog, F f) {
 #pragma unroll
         for (int first = 0; first < EACH; first += FIRST) {
             const auto place = [&](int i) { return from(min(first + i, EACH - 1)); };
@@ -158,7 +158,7 @@ class Gather {
 #pragma unroll
                 for (int i = 0; i < FIRST; ++i) pair[i].load(place(i));
             }
-            await(pair, place, tag, dog);
+            await(pair, place, tag, watchdog);
 #pragma unroll
             for (int i = 0; i < FIRST; ++i) {
                 if (first + i < EACH) f(first + i, pair[i]);

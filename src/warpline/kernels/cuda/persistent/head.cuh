@@ -17,23 +17,23 @@ namespace warpline {
 template <typename M>
 class Head : protected Layers<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Layer = Layers<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::PITCH, Place::SCORES, Place::BYTES_PITCH;
-    using typename Place::TileOf, typename Place::Row, typename Place::T;
-    using Layer::a, Layer::desk, Layer::tape, Layer::column_of, Layer::EACH;
+    using Memory::ROWS, Memory::WARPS, Memory::THREADS, Memory::WIDTH, Memory::PITCH, Memory::SCORES, Memory::BYTES_PITCH;
+    using typename Memory::TileOf, typename Memory::Row, typename Memory::T;
+    using Layer::a, Layer::shared, Layer::tape, Layer::column_of, Layer::EACH;
     using Layer::Layer;
     static constexpr int RESULTS = ceil_div(ROWS, 4);  // of a lane, for each of its two outputs of a unit of codes
 
     // Outputs of the block: the first, and how many.
-    __device__ __forceinline__ int first_output() const { return desk.plan.first[HEAD] * CODE_OUTPUTS; }
-    __device__ __forceinline__ int outputs() const { return min(desk.plan.units[HEAD] * CODE_OUTPUTS, M::VOCAB - first_output()); }
+    __device__ __forceinline__ int first_output() const { return shared.plan.first[HEAD] * CODE_OUTPUTS; }
+    __device__ __forceinline__ int outputs() const { return min(shared.plan.units[HEAD] * CODE_OUTPUTS, M::VOCAB - first_output()); }
 
     // The best candidate of a row that the warps of this block know.
     __device__ __forceinline__ unsigned long long best_of(int row) const {
-        unsigned long long best = desk.best[row][0];
+        unsigned long long best = shared.best[row][0];
 #pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) best = max(best, desk.best[row][warp]);
+        for (int warp = 1; warp < WARPS; ++warp) best = max(best, shared.best[row][warp]);
         return best;
     }
 
@@ -45,13 +45,13 @@ class Head : protected Layers<M> {
         constexpr int SETS = 2 * ceil_div(TILES, 2 * MOST), AT_ONCE = ceil_div(TILES, SETS);
         const int lane = thread_index() % WARP, output = first_output() + which(min(lane / 4, count - 1));
         const Bits* weights = reinterpret_cast<const Bits*>(a.head + static_cast<long long>(output) * WIDTH) + lane % 4;
-        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
+        const T* x = TileOf::lane_of(thread_index(), shared.h, PITCH);
         Bits held[2][AT_ONCE];
         const auto load = [&](Bits(&into)[AT_ONCE], int tile) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const bool inside = WIDTH % TileOf::INPUTS == 0 ? tile + i < TILES : ((tile + i) * 4 + lane % 4) * ELEMENTS < WIDTH;
-                into[i] = inside ? TileOf::from_row(load_once(weights + (tile + i) * 4)) : Bits{};
+                into[i] = inside ? TileOf::from_row(load_streaming(weights + (tile + i) * 4)) : Bits{};
             }
         };
         TileOf sums;
@@ -80,9 +80,9 @@ class Head : protected Layers<M> {
     template <typename F>
     __device__ __forceinline__ void all_logits(F f) {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < MOST_TAKEN ? TILES : MOST_TAKEN;
-        const int warp = thread_index() / WARP, units = desk.plan.units[HEAD] * (CODE_OUTPUTS / TILE_OUTPUTS);
+        const int warp = thread_index() / WARP, units = shared.plan.units[HEAD] * (CODE_OUTPUTS / TILE_OUTPUTS);
         const int whole = M::HEAD_PARTS > 1 ? units / WARPS * WARPS : units;
-        const T* x = TileOf::lane_of(thread_index(), desk.h, PITCH);
+        const T* x = TileOf::lane_of(thread_index(), shared.h, PITCH);
         const auto report = [&](int unit, TileOf& sums) {
             float result[TileOf::RESULTS];
             sums.finish(result);
@@ -111,7 +111,7 @@ class Head : protected Layers<M> {
 #pragma unroll
             for (int set = 0; set < SETS; ++set) tape.take(held[set], HALF - set * EACH_SET);
             TileOf sums;
-            float* left = left_by<float>(warp | 1);
+            float* left = handover_of<float>(warp | 1);
             const auto add = [&] {
 #pragma unroll
                 for (int i = 0; i < HALF; ++i) sums.add(held[i / EACH_SET][i % EACH_SET], TileOf::load(x + (warp % 2 * HALF + i) * TileOf::INPUTS, PITCH));
@@ -131,12 +131,12 @@ class Head : protected Layers<M> {
 
     // Where a warp leaves numbers of each lane for another that has the same unit.
     template <typename Number>
-    __device__ __forceinline__ Number* left_by(int warp) const {
-        void* all = Place::BORROWS ? static_cast<void*>(&desk.attention) : static_cast<void*>(desk.left);
-        return static_cast<Number*>(all) + warp * (Place::LEFT_EACH * WARP) + thread_index() % WARP;
+    __device__ __forceinline__ Number* handover_of(int warp) const {
+        void* all = Memory::BORROWS ? static_cast<void*>(&shared.attention) : static_cast<void*>(shared.handover);
+        return static_cast<Number*>(all) + warp * (Memory::HANDOVER_EACH * WARP) + thread_index() % WARP;
     }
 
-    // Rows of desk.h in quanta into desk.bytes, and desk.screened: columns of each warp. All threads must have done it before `screen`.
+    // Rows of shared.h in quanta into shared.bytes, and shared.screened: columns of each warp. All threads must have done it before `screen`.
     __device__ __forceinline__ void quantise_rows() {
         const int lane = thread_index() % WARP, warp = thread_index() / WARP;
         float squares[ROWS] = {};
@@ -145,15 +145,15 @@ class Head : protected Layers<M> {
         for (int i = 0; i < ROWS * EACH; ++i) {
             const int column = column_of(i % EACH);
             if (column < 0) continue;
-            v[i] = *reinterpret_cast<const Vec<T, 2>*>(desk.h + i / EACH * PITCH + column);
+            v[i] = *reinterpret_cast<const Vec<T, 2>*>(shared.h + i / EACH * PITCH + column);
             squares[i / EACH] += to_float(v[i].at[0]) * to_float(v[i].at[0]) + to_float(v[i].at[1]) * to_float(v[i].at[1]);
         }
         const float sum = scatter_sums(squares);
         constexpr int SHARE = WARP / ROWS;
-        if (lane % SHARE == 0) desk.squares[lane / SHARE][warp] = sum;
+        if (lane % SHARE == 0) shared.squares[lane / SHARE][warp] = sum;
         sync_threads<THREADS>();
-        const ScreenedRow screened = screened_row<WIDTH>(sum_of<WARPS>(desk.squares[lane % ROWS]));
-        if (warp == 0 && lane < ROWS) desk.screened[lane] = screened;
+        const ScreenedRow screened = screened_row<WIDTH>(sum_of<WARPS>(shared.squares[lane % ROWS]));
+        if (warp == 0 && lane < ROWS) shared.screened[lane] = screened;
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             const float quantum = __shfl_sync(0xffffffffu, screened.quantum, row), per_one = quantum > 0.f ? rcp_approx(quantum) : 0.f;
@@ -163,7 +163,7 @@ class Head : protected Layers<M> {
                 if (column < 0) continue;
                 const Vec<T, 2> pair = v[row * EACH + i];
                 const TwoBytes first = in_bytes(to_float(pair.at[0]), per_one), second = in_bytes(to_float(pair.at[1]), per_one);
-                signed char* bytes = desk.bytes + 2 * row * BYTES_PITCH + column;
+                signed char* bytes = shared.bytes + 2 * row * BYTES_PITCH + column;
                 *reinterpret_cast<Vec<signed char, 2>*>(bytes) = {first.upper, second.upper};
                 *reinterpret_cast<Vec<signed char, 2>*>(bytes + BYTES_PITCH) = {first.lower, second.lower};
             }
@@ -173,14 +173,14 @@ class Head : protected Layers<M> {
     // Every output's bounds, of all rows: f(output, row, interval of its logit, row / 4). Lanes always meet the same outputs.
     template <typename F>
     __device__ __forceinline__ void screen(F f) {
-        constexpr int STEPS = Place::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last has what is known of the outputs
-        const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4, units = desk.plan.units[HEAD];
+        constexpr int STEPS = Memory::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last has what is known of the outputs
+        const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4, units = shared.plan.units[HEAD];
         const int whole = M::CODE_PARTS > 1 ? units / WARPS * WARPS : units;
         const signed char* bytes[RESULTS];
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) {
             const int row = 4 * i + column / 2;
-            bytes[i] = desk.bytes + (2 * (row < ROWS ? row : 0) + column % 2) * BYTES_PITCH + lane % 4 * (CODE_INPUTS / 4);
+            bytes[i] = shared.bytes + (2 * (row < ROWS ? row : 0) + column % 2) * BYTES_PITCH + lane % 4 * (CODE_INPUTS / 4);
         }
         struct Sums {
             int of[RESULTS][2][4] = {};  // two of each, so that they wait less for each other: integers have no order
@@ -204,7 +204,7 @@ class Head : protected Layers<M> {
                 for (int j = 0; j < RESULTS; ++j) {
                     const int row = 4 * j + lane % 4;
                     if (row >= ROWS || output >= M::VOCAB) continue;
-                    f(output, row, logit_between(desk.screened[row], code, sum(j, 2 * half), sum(j, 2 * half + 1)), j);
+                    f(output, row, logit_between(shared.screened[row], code, sum(j, 2 * half), sum(j, 2 * half + 1)), j);
                 }
             }
         };
@@ -242,7 +242,7 @@ class Head : protected Layers<M> {
                     if (step + i < MINE) add(sums, i % 2, min(part * MINE + step + i, CODE_TILES - 1), held[i]);  // behind the last are zeros
                 }
             }
-            int* own = left_by<int>(warp);
+            int* own = handover_of<int>(warp);
 #pragma unroll
             for (int j = 0; j < RESULTS; ++j) {
 #pragma unroll
@@ -260,7 +260,7 @@ class Head : protected Layers<M> {
         }
     }
 
-    // The best of what score(row, output, logit) makes of logits, of each row, into desk.best. It is 0 where there is none,
+    // The best of what score(row, output, logit) makes of logits, of each row, into shared.best. It is 0 where there is none,
     // and does not fall when the logit rises.
     template <typename Score>
     __device__ __forceinline__ void best_scores(Score score) {
@@ -268,13 +268,13 @@ class Head : protected Layers<M> {
         unsigned long long least[RESULTS] = {};  // of what the best is
         screen([&](int output, int row, const Interval& logit, int i) {
             least[i] = max(least[i], score(row, output, logit.low));
-            desk.most[row * SCORES + output - first_output()] = score(row, output, logit.high) >> 32;
+            shared.upper_bound[row * SCORES + output - first_output()] = score(row, output, logit.high) >> 32;
         });
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) {
             const int row = 4 * i + lane % 4;
             least[i] = most_of_fours(least[i]);
-            if (lane < 4 && row < ROWS) desk.best[row][warp] = least[i];
+            if (lane < 4 && row < ROWS) shared.best[row][warp] = least[i];
         }
         sync_threads<THREADS>();
         const unsigned long long lane_least = best_of(lane % ROWS);
@@ -285,19 +285,19 @@ class Head : protected Layers<M> {
             bool possible = false;
 #pragma unroll
             for (int row = 0; row < ROWS; ++row) {
-                const unsigned most = desk.most[row * SCORES + own];
+                const unsigned most = shared.upper_bound[row * SCORES + own];
                 possible |= most > 0 && with_output(most, first_output() + own) >= its[row];
             }
-            if (possible) desk.possible[atomicAdd(&desk.found, 1)] = own;
+            if (possible) shared.possible[atomicAdd(&shared.found, 1)] = own;
         }
         sync_threads<THREADS>();
-        const int found = desk.found;
+        const int found = shared.found;
         unsigned long long mine[TileOf::RESULTS] = {};
         for (int first = warp * TILE_OUTPUTS; first < found; first += WARPS * TILE_OUTPUTS) {
-            compute(min(TILE_OUTPUTS, found - first), [&](int i) { return desk.possible[first + i]; },
+            compute(min(TILE_OUTPUTS, found - first), [&](int i) { return shared.possible[first + i]; },
                     [&](int output, int row, float logit, int i) { mine[i] = max(mine[i], score(row, output, logit)); });
         }
-        TileOf::most(mine, [&](int row, unsigned long long best) { desk.best[row][warp] = best; });
+        TileOf::most(mine, [&](int row, unsigned long long best) { shared.best[row][warp] = best; });
     }
 };
 

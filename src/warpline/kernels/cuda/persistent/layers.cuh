@@ -8,13 +8,13 @@ namespace warpline {
 template <typename M>
 class Layers : protected AttentionHalf<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Base = AttentionHalf<M>;
-    using Place::ROWS, Place::WARPS, Place::WIDTH, Place::INNER, Place::PER, Place::INNER_SLAB, Place::PITCH, Place::FC_AT, Place::END_AT;
-    using typename Base::Lines;
+    using Memory::ROWS, Memory::WARPS, Memory::WIDTH, Memory::INNER, Memory::PER, Memory::INNER_SLAB, Memory::PITCH, Memory::FC_AT, Memory::END_AT;
+    using typename Base::NormTerms;
     template <int INPUTS, int UNITS>
-    using ProductOf = typename Place::template ProductOf<INPUTS, UNITS>;
-    using Base::desk, Base::tape, Base::tag, Base::AT_ONCE, Base::words, Base::stamp, Base::packed, Base::leave_late;
+    using ProductOf = typename Memory::template ProductOf<INPUTS, UNITS>;
+    using Base::shared, Base::tape, Base::tag, Base::AT_ONCE, Base::words, Base::stamp, Base::packed, Base::store_late_sums;
     using Base::Base;
 
     // The hidden rows, as far as they are this warp's columns.
@@ -31,10 +31,10 @@ class Layers : protected AttentionHalf<M> {
     }
     template <typename Hidden>
     __device__ __forceinline__ void gather_hidden(Hidden& asked) {
-        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+        asked.finish(tag, shared.watchdog, [&](int i, const Pair& pair) {
             const int column = hidden_column(i % HIDDEN_EACH);
             if (column < 0) return;
-            *reinterpret_cast<Vec<unsigned, 2>*>(desk.h + i / HIDDEN_EACH * PITCH + column) = {pair.payload(0), pair.payload(1)};
+            *reinterpret_cast<Vec<unsigned, 2>*>(shared.h + i / HIDDEN_EACH * PITCH + column) = {pair.payload(0), pair.payload(1)};
         });
         __syncwarp();
     }
@@ -45,31 +45,31 @@ class Layers : protected AttentionHalf<M> {
         {
             ProductOf<WIDTH, M::FC_UNITS> fc;
             const unsigned begun = cycles();
-            const Lines line = this->template first_lines<FC>();
-            fc.begin(tape, desk.plan.units[FC]);
+            const NormTerms terms = this->template first_norm_terms<FC>();
+            fc.begin(tape, shared.plan.units[FC]);
             float sums[2 * ROWS];
             this->scale_middle_rows(begun, sums);
             stamp();
-            fc.finish(tape, desk.h, PITCH, this->template partial<FC>(), [&] { leave_late(sums); });
-            this->template normal_outputs<FC, decltype(fc)>(1, line, [&](int output, int row, float (&value)[PER]) {
+            fc.finish(tape, shared.h, PITCH, this->template partial<FC>(), [&] { store_late_sums(sums); });
+            this->template normal_outputs<FC, decltype(fc)>(1, terms, [&](int output, int row, float (&value)[PER]) {
 #pragma unroll
                 for (int j = 0; j < PER; ++j) value[j] = gelu_of<false>(value[j]);
                 post(words() + FC_AT + (row * INNER + output) / PER, packed(value), tag);
             });
             stamp();
         }
-        if (desk.plan.units[PROJ] == 0) {
+        if (shared.plan.units[PROJ] == 0) {
             stamp(), stamp();
             return;
         }
         ProductOf<INNER, M::PROJ_UNITS> proj;
         const unsigned begun = cycles();
-        proj.begin(tape, desk.plan.units[PROJ]);
+        proj.begin(tape, shared.plan.units[PROJ]);
         auto hidden = hidden_words();
         hidden.ask(begun, M::PAUSE_HIDDEN);
         gather_hidden(hidden);
         stamp();
-        proj.finish(tape, desk.h, PITCH, this->template partial<PROJ>());
+        proj.finish(tape, shared.h, PITCH, this->template partial<PROJ>());
         this->template post_residual<PROJ, M::OUT_UNITS * TILE_OUTPUTS, decltype(proj)>(END_AT);
         stamp();
     }

@@ -1,4 +1,4 @@
-// What the persistent decode kernel keeps where: a block's desk in shared memory, and the words of a turn in global memory.
+// What the persistent decode kernel keeps where: a block's shared in shared memory, and the words of a turn in global memory.
 #pragma once
 #include "ops/matvec.cuh"
 #include "persistent/attention.cuh"
@@ -14,13 +14,13 @@ struct BlockPlan {
     int first[5], units[5];         // of QKV, out-projection, FC, projection: units of TILE_OUTPUTS outputs; of the LM head CODE_OUTPUTS
 
     // What a token takes of it: the LM head, or the codes.
-    __device__ __forceinline__ Reel reel(bool screened) const {
+    __device__ __forceinline__ TapeRange range(bool screened) const {
         return {tape, layers + head + codes, layers + (screened ? 0 : head), screened ? head : codes};
     }
 };
 
 // M names the type T, the extents and the Arguments: the host generates it. Where they need a word:
-//   vectors   of each layer ln_1's gamma, the out-projection's bias, ln_2's gamma, the projection's bias; then ln_f
+//   vectors   of each layer, in the order of M::LN_1_WEIGHT and its like; then ln_f
 //   lines     slope and level (see stages.cuh) of each layer's outputs of QKV and of FC; and the scale, where weights are codes (CODED)
 //   scales    of each layer's outputs of the out-projection and of the projection, where weights are codes
 //   lanes     the slot of each of the `batch` rows; what is known of a sequence, from its tokens on, stands there
@@ -59,37 +59,37 @@ struct Layout {
     static constexpr int BYTES_PITCH = ceil_div(WIDTH, 128) * 128 + 32, CODE_STEPS = ceil_div(WIDTH, CODE_INPUTS) + 1;
 
     // What warps that share a unit of the LM head leave for each other; it may lie where attention was, which is over by then.
-    static constexpr int LEFT_EACH = M::SCREENED ? (M::CODE_PARTS > 1 ? 4 * ceil_div(ROWS, 4) : 0) : (M::HEAD_PARTS > 1 ? TileOf::SUMS : 0);
-    static constexpr int LEFT = THREADS * LEFT_EACH;
-    static constexpr bool BORROWS = LEFT * 4 <= static_cast<int>(sizeof(typename Attention::Shared));
+    static constexpr int HANDOVER_EACH = M::SCREENED ? (M::CODE_PARTS > 1 ? 4 * ceil_div(ROWS, 4) : 0) : (M::HEAD_PARTS > 1 ? TileOf::SUMS : 0);
+    static constexpr int HANDOVER = THREADS * HANDOVER_EACH;
+    static constexpr bool BORROWS = HANDOVER * 4 <= static_cast<int>(sizeof(typename Attention::Shared));
 
     struct Row {
         int slot;                       // of the state and of the cache
         int length, token;              // so far, and the last of it
-        int known, limit, least;        // lengths: up to which tokens are given, at which it ends, before which it may not
+        int known, limit, min_length;   // lengths: up to which tokens are given, at which it ends, before which it may not
         int banned, key;                // the token that must not come next, and the key of its noise
-        float coolness;                 // 1 / temperature; 0 for the likeliest token
-        float mass, floor, punishment;  // top-p, the logarithm of min-p, the repetition penalty
+        float inverse_temperature;      // 1 / temperature; 0 for the likeliest token
+        float top_p, log_min_p, penalty;  // of repetition
         float presence, frequency;      // by which a token is lowered that the text has got: once, and each time
-        int most;                       // top-k
+        int top_k;
         float largest;                  // of its scores
-        unsigned line, span, distance;  // below it: which distance is too far, was so for top-k, and that of the candidate
+        unsigned cutoff, top_k_cutoff, distance;  // below it: which distance is too far, was so for top-k, and that of the candidate
         unsigned prefix;                // of the search for the k-th: its first digits, the bits behind them,
         int shift, wanted;              // and how many scores it still wants
-        bool stops, active, odd;        // whether the end of text ends it; whether it goes on; whether a score is no number
+        bool stops_at_eos, active, not_finite;  // whether the end of text ends it; whether it goes on; whether a score is no number
         bool searched, drawn;           // whether the search goes on; whether it has its token
         bool biased;                    // whether anything is added to its logits
     };
 
-    struct alignas(16) Desk {
+    struct alignas(16) BlockShared {
         T h[ROWS * PITCH];      // what is multiplied: a warp writes and reads its own columns, except for the LM head
         float x[ROWS * WIDTH];  // the residual rows
         alignas(16) float partial[most(M::QKV_UNITS, M::FC_UNITS) * SUMS];       // stages take turns, so that one
         alignas(16) float other_partial[most(M::OUT_UNITS, M::PROJ_UNITS) * SUMS];  // may begin while the last is read
         alignas(16) float sums[2 * ROWS][WARPS];  // of the rows' columns and of their squares
-        float unit[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
+        float row_scale[2][ROWS];                      // what rows are multiplied by, before QKV and before FC
         typename Attention::Shared attention;
-        int left[BORROWS ? 1 : LEFT];
+        int handover[BORROWS ? 1 : HANDOVER];
         alignas(16) T bias[M::LAYERS * BIASES];
         float scale[M::CODED ? M::LAYERS * BIASES : 1];  // of the same outputs
         BlockPlan plan;
@@ -97,7 +97,7 @@ struct Layout {
         alignas(16) signed char bytes[M::SCREENED ? 2 * ROWS * BYTES_PITCH : 1];
         alignas(16) float squares[ROWS][WARPS];  // of the rows' columns
         ScreenedRow screened[ROWS];
-        unsigned most[M::SCREENED ? ROWS * SCORES : 1];  // what each output's candidate may be at most, without the output
+        unsigned upper_bound[M::SCREENED ? ROWS * SCORES : 1];  // what each output's candidate may be at most, without the output
         unsigned short possible[M::SCREENED ? SCORES : 1];  // outputs that can be the best of a row,
         int found;                                          // and how many
         float scores[M::FILTERS ? ROWS * SCORES : 1];
@@ -108,10 +108,10 @@ struct Layout {
         int splits, parts;  // of the longest context; of contexts, for this block to attend to
         Part part;          // the one it is at, and its place in the cache of the first layer
         long long place;
-        Watchdog dog;
+        Watchdog watchdog;
     };
     static constexpr int STEP_BYTES = THREADS * sizeof(Bits) + 16;  // and two barriers
-    static constexpr int FITS = (M::SHARED_BYTES - static_cast<int>(sizeof(Desk))) / STEP_BYTES;
+    static constexpr int FITS = (M::SHARED_BYTES - static_cast<int>(sizeof(BlockShared))) / STEP_BYTES;
     static constexpr int RING = HAS_ASYNC_COPIES ? (FITS < 64 ? FITS : 64) : 1;
     using Ring = TapeRing<WARPS, RING>;
     using TapeOf = Tape<WARPS, RING>;
@@ -119,7 +119,7 @@ struct Layout {
     using ProductOf = Product<T, INPUTS, ROWS, WARPS, UNITS, RING, M::CODED>;
     static constexpr int RING_BYTES = HAS_ASYNC_COPIES ? ceil_div(sizeof(Ring), 16) * 16 : 0;
     static_assert(FITS > MOST_TAKEN || !HAS_ASYNC_COPIES, "too little shared memory");
-    static_assert(sizeof(Desk) <= M::SHARED_BYTES, "too little shared memory");
+    static_assert(sizeof(BlockShared) <= M::SHARED_BYTES, "too little shared memory");
 
     // --- the words of a turn ---
 

@@ -7,11 +7,11 @@ namespace warpline {
 template <typename M>
 class Parts : protected Stages<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Base = Stages<M>;
-    using Place::ROWS, Place::THREADS, Place::HEADS, Place::DEPTH, Place::WIDTH, Place::WHOLE_CONTEXTS;
-    using typename Place::T, typename Place::Attention, typename Place::Row;
-    using Base::a, Base::desk, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vectors, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
+    using Memory::ROWS, Memory::THREADS, Memory::HEADS, Memory::DEPTH, Memory::WIDTH, Memory::WHOLE_CONTEXTS;
+    using typename Memory::T, typename Memory::Attention, typename Memory::Row;
+    using Base::a, Base::shared, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vector, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
     using Base::Base;
 
     // Whether no block has more than one of them.
@@ -23,7 +23,7 @@ class Parts : protected Stages<M> {
     }
 
     // A row's context: the positions from begin to end - 1. One that has ended has none.
-    __device__ __forceinline__ int context_end(int row) const { return desk.rows[row].active ? desk.rows[row].length : 0; }
+    __device__ __forceinline__ int context_end(int row) const { return shared.rows[row].active ? shared.rows[row].length : 0; }
     __device__ __forceinline__ int context_begin(int end) const { return a.window > 0 ? max(0, end - a.window) : 0; }
     __device__ __forceinline__ int parts_of(int row) const {
         if constexpr (!M::INVARIANT) return splits;
@@ -36,42 +36,42 @@ class Parts : protected Stages<M> {
     // parts than blocks, and longer ones where that is too few.
     __device__ __forceinline__ void deal_parts(int longest) {
         const int pieces = ceil_div(longest, M::PART);
-        desk.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
-        const int shares = ROWS * HEADS * (WHOLE_CONTEXTS ? 1 : desk.splits);
-        desk.parts = ceil_div(max(0, shares - static_cast<int>(blockIdx.x)), M::BLOCKS) * (WHOLE_CONTEXTS ? desk.splits : 1);
-        if (desk.parts > 0) set_part(0);
+        shared.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
+        const int shares = ROWS * HEADS * (WHOLE_CONTEXTS ? 1 : shared.splits);
+        shared.parts = ceil_div(max(0, shares - static_cast<int>(blockIdx.x)), M::BLOCKS) * (WHOLE_CONTEXTS ? shared.splits : 1);
+        if (shared.parts > 0) set_part(0);
     }
 
     // The block's part number `i`: parts of all heads, or contexts of all heads with their parts in turn, go around.
     __device__ __forceinline__ Part part_of(int i) const {
-        const int cuts = desk.splits;
+        const int cuts = shared.splits;
         const int share = blockIdx.x + (WHOLE_CONTEXTS ? i / cuts : i) * M::BLOCKS;
         const int split = WHOLE_CONTEXTS ? i % cuts : share % cuts, context = WHOLE_CONTEXTS ? share : share / cuts, row = context / HEADS;
-        const int end = M::INVARIANT ? context_end(row) : desk.rows[row].length, begin = context_begin(end);
+        const int end = M::INVARIANT ? context_end(row) : shared.rows[row].length, begin = context_begin(end);
         const int size = M::INVARIANT ? M::PART : max(M::PART, ceil_div(end - begin, cuts)), from = min(end, begin + split * size);
         return {row, context % HEADS, split, from, min(end, from + size), end};
     }
 
-    // Puts it on the desk: what it is, and where its keys and values are in the cache of layer 0.
+    // Puts it on the shared: what it is, and where its keys and values are in the cache of layer 0.
     __device__ __forceinline__ void set_part(int i) {
         const Part part = part_of(i);
-        desk.part = part;
-        desk.place = (static_cast<long long>(desk.rows[part.row].slot) * HEADS + part.head) * a.capacity * DEPTH;
+        shared.part = part;
+        shared.place = (static_cast<long long>(shared.rows[part.row].slot) * HEADS + part.head) * a.capacity * DEPTH;
     }
 
     // A layer's part of the cache is `a.layer_stride` long.
-    __device__ __forceinline__ long long place() const { return desk.place + layer * a.layer_stride; }
+    __device__ __forceinline__ long long place() const { return shared.place + layer * a.layer_stride; }
 
     // Starts what can be done before the query is there.
     __device__ __forceinline__ void begin_attention() {
-        if (desk.parts > 0) Attention::begin(desk.attention, a.k + place(), a.v + place(), desk.part);
+        if (shared.parts > 0) Attention::begin(shared.attention, a.k + place(), a.v + place(), shared.part);
     }
 
     // Attends to all parts: take(part, newest, all) brings the query, and for `all` the newest key and value; done(part) takes what
-    // desk.attention has then.
+    // shared.attention has then.
     template <typename Take, typename Done>
     __device__ __forceinline__ void attend(Take take, Done done) {
-        const int parts = ONE_PART ? min(desk.parts, 1) : desk.parts;
+        const int parts = ONE_PART ? min(shared.parts, 1) : shared.parts;
         typename Attention::Newest newest;
 #pragma unroll 1
         for (int i = 0; i < parts; ++i) {
@@ -79,17 +79,17 @@ class Parts : protected Stages<M> {
                 if (M::INVARIANT && part_of(i).is_empty()) continue;  // a shorter context
                 change_part(i);
             }
-            const Part part = desk.part;
+            const Part part = shared.part;
             const long long at = place();
             const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
             // The same query serves all parts of a context that is one block's.
             const bool brings = Attention::sees_to_newest() && (WHOLE_CONTEXTS || part.has_newest());
             typename Attention::Loaded loaded;
-            Attention::load(loaded, desk.attention);
+            Attention::load(loaded, shared.attention);
             constexpr bool AHEAD = Attention::IN_REGISTERS;
-            if constexpr (AHEAD) Attention::begin_second(desk.attention, a.k + at, a.v + at, part);
+            if constexpr (AHEAD) Attention::begin_second(shared.attention, a.k + at, a.v + at, part);
             if (!WHOLE_CONTEXTS || part.split == 0) take(part, newest, brings);
-            Attention::template run<AHEAD>(desk.attention, a.k + at, a.v + at, part, factor, loaded, newest);
+            Attention::template run<AHEAD>(shared.attention, a.k + at, a.v + at, part, factor, loaded, newest);
             done(part);
             if (brings && (!WHOLE_CONTEXTS || part.has_newest())) Attention::keep(newest, a.k + at, a.v + at, part.end - 1);
         }
@@ -103,14 +103,14 @@ class Parts : protected Stages<M> {
         if (i > 0) begin_attention();
     }
 
-    // The layer's rows, times gamma, into desk.h: what the layer before posted, or the embedding.
+    // The layer's rows, times gamma, into shared.h: what the layer before posted, or the embedding.
     __device__ __forceinline__ void scale_first_rows(unsigned begun, float (&sums)[2 * ROWS]) {
         if (layer > 0) {
-            auto rows = rows_at(words_before() + Place::END_AT);
+            auto rows = rows_at(words_before() + Memory::END_AT);
             rows.ask(begun, M::PAUSE_ROWS);
-            scale_rows(vectors(0), 0, sums, tag - 1, rows);
+            scale_rows(vector(layer, M::LN_1_WEIGHT), 0, sums, tag - 1, rows);
         } else {
-            scale_rows(vectors(0), 0, sums, [&](auto& v) { embed(v); });
+            scale_rows(vector(layer, M::LN_1_WEIGHT), 0, sums, [&](auto& v) { embed(v); });
         }
     }
 
@@ -119,7 +119,7 @@ class Parts : protected Stages<M> {
     __device__ __forceinline__ void embed(V& v) {
 #pragma unroll
         for (int i = 0; i < ROWS * EACH; ++i) {
-            const Row& row = desk.rows[i / EACH];
+            const Row& row = shared.rows[i / EACH];
             const int column = max(column_of(i % EACH), 0);
             const auto t = *reinterpret_cast<const Vec<T, 2>*>(a.wte + static_cast<long long>(row.token) * WIDTH + column);
             const auto p = *reinterpret_cast<const Vec<T, 2>*>(a.wpe + static_cast<long long>(max(row.length - 1, 0)) * WIDTH + column);

@@ -9,20 +9,20 @@ enum Stage { QKV, OUT, FC, PROJ, HEAD };
 template <typename M>
 class Stages : protected Layout<M> {
    protected:
-    using Place = Layout<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::WIDTH, Place::INNER, Place::PER, Place::BIASES, Place::SLAB, Place::PITCH, Place::TURN;
-    using typename Place::T, typename Place::Desk, typename Place::Ring, typename Place::TapeOf;
+    using Memory = Layout<M>;
+    using Memory::ROWS, Memory::WARPS, Memory::THREADS, Memory::WIDTH, Memory::INNER, Memory::PER, Memory::BIASES, Memory::SLAB, Memory::PITCH, Memory::TURN;
+    using typename Memory::T, typename Memory::BlockShared, typename Memory::Ring, typename Memory::TapeOf;
 
     const typename M::Arguments& a;
-    Desk& desk;
+    BlockShared& shared;
     TapeOf tape;
     unsigned tag;
     int splits, layer, stamped = 0;  // splits: parts of the longest context that blocks hand to each other
 
-    __device__ __forceinline__ Stages(const typename M::Arguments& arguments, Desk& desk, Ring& ring)
+    __device__ __forceinline__ Stages(const typename M::Arguments& arguments, BlockShared& shared, Ring& ring)
         : a(arguments),
-          desk(desk),
-          tape(arguments.tape, desk.plan.reel(M::SCREENED), ring),
+          shared(shared),
+          tape(arguments.tape, shared.plan.range(M::SCREENED), ring),
           tag(arguments.tag) {}
 
     // The words of this turn, and those of the turn before.
@@ -48,7 +48,7 @@ class Stages : protected Layout<M> {
         const auto* at = reinterpret_cast<const unsigned*>(vector) + index * (2 / PER);
         Vec<unsigned, 2 / PER> bits;
 #pragma unroll
-        for (int i = 0; i < 2 / PER; ++i) bits.at[i] = load_kept(at + i);
+        for (int i = 0; i < 2 / PER; ++i) bits.at[i] = load_evict_last(at + i);
         return reinterpret_cast<const Vec<T, 2>&>(bits);
     }
 
@@ -74,7 +74,7 @@ class Stages : protected Layout<M> {
     // Sums of a few rows wait in registers until the products are done; of more there would be too many.
     static constexpr bool LATE = ROWS <= 2;
 
-    // This lane's pairs, which load(v) has, into desk.h and desk.x; `sums` is what they add to the row and to its squares.
+    // This lane's pairs, which load(v) has, into shared.h and shared.x; `sums` is what they add to the row and to its squares.
     template <typename Load>
     __device__ __forceinline__ void scale_rows(const T* gamma, int which, float (&sums)[2 * ROWS], Load load) {
         Vec<T, 2> scale[EACH];
@@ -86,11 +86,11 @@ class Stages : protected Layout<M> {
         for (int i = 0; i < ROWS * EACH; ++i) {
             const int column = column_of(i % EACH), row = i / EACH;
             if (column < 0) continue;
-            const float unit = desk.unit[which][row];
+            const float row_scale = shared.row_scale[which][row];
             Vec<T, 2> result;
 #pragma unroll
-            for (int j = 0; j < 2; ++j) result.at[j] = from_float<T>(v[i][j] * to_float(scale[i % EACH].at[j]) * unit);
-            *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + column) = result;
+            for (int j = 0; j < 2; ++j) result.at[j] = from_float<T>(v[i][j] * to_float(scale[i % EACH].at[j]) * row_scale);
+            *reinterpret_cast<Vec<T, 2>*>(shared.h + row * PITCH + column) = result;
         }
         __syncwarp();
 #pragma unroll
@@ -101,9 +101,9 @@ class Stages : protected Layout<M> {
             if (column < 0) continue;
             sums[row] += v[i][0] + v[i][1];
             sums[ROWS + row] += v[i][0] * v[i][0] + v[i][1] * v[i][1];
-            *reinterpret_cast<Vec<float, 2>*>(desk.x + row * WIDTH + column) = {v[i][0], v[i][1]};
+            *reinterpret_cast<Vec<float, 2>*>(shared.x + row * WIDTH + column) = {v[i][0], v[i][1]};
         }
-        if constexpr (!LATE) leave_sums(sums);
+        if constexpr (!LATE) store_sums(sums);
     }
     template <typename Rows>
     __device__ __forceinline__ void scale_rows(const T* gamma, int which, float (&sums)[2 * ROWS], unsigned its_tag, Rows& asked) {
@@ -111,21 +111,21 @@ class Stages : protected Layout<M> {
     }
     template <typename V, typename Rows>
     __device__ __forceinline__ void take_rows(V& v, unsigned its_tag, Rows& asked) {
-        asked.finish(its_tag, desk.dog, [&](int i, const Pair& pair) {
+        asked.finish(its_tag, shared.watchdog, [&](int i, const Pair& pair) {
             v[i][0] = __uint_as_float(pair.payload(0));
             v[i][1] = __uint_as_float(pair.payload(1));
         });
     }
 
     // The warp's sums to where those of all warps meet.
-    __device__ __forceinline__ void leave_sums(float (&sums)[2 * ROWS]) {
+    __device__ __forceinline__ void store_sums(float (&sums)[2 * ROWS]) {
         constexpr int SHARE = WARP / (2 * ROWS);  // lanes that end with the same sum
         const int lane = thread_index() % WARP;
         const float sum = scatter_sums(sums);
-        if (lane % SHARE == 0) desk.sums[lane / SHARE][thread_index() / WARP] = sum;
+        if (lane % SHARE == 0) shared.sums[lane / SHARE][thread_index() / WARP] = sum;
     }
-    __device__ __forceinline__ void leave_late(float (&sums)[2 * ROWS]) {
-        if constexpr (LATE) leave_sums(sums);
+    __device__ __forceinline__ void store_late_sums(float (&sums)[2 * ROWS]) {
+        if constexpr (LATE) store_sums(sums);
     }
     __device__ __forceinline__ float inverse_deviation(float mean, float square) const {
         return rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
@@ -133,58 +133,58 @@ class Stages : protected Layout<M> {
 
     // Slope, level and, of codes, scale of PER outputs, in turn; the first that a thread needs are asked for long before.
     static constexpr int LINE = M::CODED ? 3 : 2;
-    struct Lines {
+    struct NormTerms {
         float at[LINE * PER];
     };
     template <Stage STAGE>
-    __device__ __forceinline__ Lines lines(int output) const {
+    __device__ __forceinline__ NormTerms norm_terms(int output) const {
         const long long at = static_cast<long long>(layer) * (3 * WIDTH + INNER) + (STAGE == FC ? 3 * WIDTH : 0);
-        const auto* from = reinterpret_cast<const unsigned*>(a.lines) + LINE * (at + desk.plan.first[STAGE] * TILE_OUTPUTS + output);
-        Lines found;
+        const auto* from = reinterpret_cast<const unsigned*>(a.norm_terms) + LINE * (at + shared.plan.first[STAGE] * TILE_OUTPUTS + output);
+        NormTerms found;
 #pragma unroll
-        for (int i = 0; i < LINE * PER; ++i) found.at[i] = __uint_as_float(load_kept(from + i));
+        for (int i = 0; i < LINE * PER; ++i) found.at[i] = __uint_as_float(load_evict_last(from + i));
         return found;
     }
     template <Stage STAGE>
-    __device__ __forceinline__ Lines first_lines() const {
+    __device__ __forceinline__ NormTerms first_norm_terms() const {
         const int output = thread_index() / ROWS * PER;
-        return output < desk.plan.units[STAGE] * TILE_OUTPUTS ? lines<STAGE>(output) : Lines{};
+        return output < shared.plan.units[STAGE] * TILE_OUTPUTS ? norm_terms<STAGE>(output) : NormTerms{};
     }
 
     // What LayerNorm makes of sums of a stage's product; returns 1 / deviation. All warps have left what they know of the row.
-    __device__ __forceinline__ float normalise_output(int which, int row, const Lines& line, float (&value)[PER]) {
+    __device__ __forceinline__ float normalise_output(int which, int row, const NormTerms& terms, float (&value)[PER]) {
         const float mean = mean_of(row), inverse = inverse_deviation(mean, mean_of(ROWS + row));
-        const float back = __uint_as_float(0x7f000000u - __float_as_uint(desk.unit[which][row]));  // 1 / unit
+        const float back = __uint_as_float(0x7f000000u - __float_as_uint(shared.row_scale[which][row]));  // 1 / row_scale
 #pragma unroll
         for (int j = 0; j < PER; ++j) {
-            const float* its = line.at + LINE * j;
+            const float* its = terms.at + LINE * j;
             if (M::CODED) value[j] *= its[LINE - 1];
             value[j] = (value[j] * back - mean * its[0]) * inverse + its[1];
         }
         return inverse;
     }
-    __device__ __forceinline__ float mean_of(int sums) const { return sum_of<WARPS>(desk.sums[sums]) * (1.f / WIDTH); }
+    __device__ __forceinline__ float mean_of(int sums) const { return sum_of<WARPS>(shared.sums[sums]) * (1.f / WIDTH); }
 
     // What the row is multiplied by before the layer's other LayerNorm.
-    __device__ __forceinline__ void set_unit(int which, int row, float inverse) {
-        desk.unit[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
+    __device__ __forceinline__ void set_row_scale(int which, int row, float inverse) {
+        shared.row_scale[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
     }
-    __device__ __forceinline__ void set_units(int which) {
+    __device__ __forceinline__ void set_row_scales(int which) {
         const int row = thread_index();
-        if (row < ROWS) set_unit(which, row, inverse_deviation(mean_of(row), mean_of(ROWS + row)));
+        if (row < ROWS) set_row_scale(which, row, inverse_deviation(mean_of(row), mean_of(ROWS + row)));
     }
 
     // The outputs of a stage that begins with a LayerNorm, PER to a thread: f(output, row, values).
     template <Stage STAGE, typename P, typename F>
-    __device__ __forceinline__ void normal_outputs(int which, const Lines& first, F f) {
-        P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
-            const float inverse = normalise_output(which, row, output == thread_index() / ROWS * PER ? first : lines<STAGE>(output), value);
-            f(desk.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
-            if (output == 0) set_unit(which, row, inverse);
+    __device__ __forceinline__ void normal_outputs(int which, const NormTerms& first, F f) {
+        P::template each<PER>(shared.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
+            const float inverse = normalise_output(which, row, output == thread_index() / ROWS * PER ? first : norm_terms<STAGE>(output), value);
+            f(shared.plan.first[STAGE] * TILE_OUTPUTS + output, row, value);
+            if (output == 0) set_row_scale(which, row, inverse);
         });
     }
 
-    // Before the LM head, of which every warp needs all columns, LayerNorm is done at once, into desk.h.
+    // Before the LM head, of which every warp needs all columns, LayerNorm is done at once, into shared.h.
     template <typename Rows>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, unsigned its_tag, Rows& asked) {
         Vec<T, 2> scale[EACH], shift[EACH];
@@ -201,10 +201,10 @@ class Stages : protected Layout<M> {
             sums[i / EACH] += v[i][0] + v[i][1];
             sums[ROWS + i / EACH] += v[i][0] * v[i][0] + v[i][1] * v[i][1];
         }
-        leave_sums(sums);
+        store_sums(sums);
         sync_threads<THREADS>();
         const int lane = thread_index() % WARP;
-        const float total = sum_of<WARPS>(desk.sums[lane % (2 * ROWS)]);
+        const float total = sum_of<WARPS>(shared.sums[lane % (2 * ROWS)]);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             const float mean = __shfl_sync(0xffffffffu, total, row) * (1.f / WIDTH);
@@ -219,29 +219,32 @@ class Stages : protected Layout<M> {
                 for (int j = 0; j < 2; ++j) {
                     result.at[j] = from_float<T>((v[row * EACH + i][j] - mean) * inverse * to_float(scale[i].at[j]) + to_float(shift[i].at[j]));
                 }
-                *reinterpret_cast<Vec<T, 2>*>(desk.h + row * PITCH + column) = result;
+                *reinterpret_cast<Vec<T, 2>*>(shared.h + row * PITCH + column) = result;
             }
         }
         __syncwarp();
     }
 
-    __device__ __forceinline__ const T* vectors(int which) const { return a.vectors + (static_cast<long long>(layer) * (4 * WIDTH) + which); }
+    // A vector of a layer, such as M::LN_1_WEIGHT; ln_f's stand where those of one more layer would.
+    __device__ __forceinline__ const T* vector(int of_layer, int which) const {
+        return a.vectors + (static_cast<long long>(of_layer) * (M::VECTORS * WIDTH) + which * WIDTH);
+    }
 
     // Where the sums of a stage meet.
     template <Stage STAGE>
-    __device__ __forceinline__ float* partial() const { return STAGE % 2 ? desk.other_partial : desk.partial; }
+    __device__ __forceinline__ float* partial() const { return STAGE % 2 ? shared.other_partial : shared.partial; }
 
     // A stage's outputs with bias and residual.
     template <Stage STAGE, int BIAS_AT, typename P>
     __device__ __forceinline__ void post_residual(int at) {
-        P::template each<PER>(desk.plan.units[STAGE], partial<STAGE>(), [&](int own, int row, float (&value)[PER]) {
-            const int output = desk.plan.first[STAGE] * TILE_OUTPUTS + own;
+        P::template each<PER>(shared.plan.units[STAGE], partial<STAGE>(), [&](int own, int row, float (&value)[PER]) {
+            const int output = shared.plan.first[STAGE] * TILE_OUTPUTS + own;
 #pragma unroll
             for (int j = 0; j < PER; ++j) {
                 const int known = layer * BIASES + BIAS_AT + own + j;
-                if (M::CODED) value[j] *= desk.scale[M::CODED ? known : 0];
-                value[j] += to_float(desk.bias[known]);
-                post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + desk.x[row * WIDTH + output + j]), tag);
+                if (M::CODED) value[j] *= shared.scale[M::CODED ? known : 0];
+                value[j] += to_float(shared.bias[known]);
+                post(words() + at + row * WIDTH + output + j, __float_as_uint(value[j] + shared.x[row * WIDTH + output + j]), tag);
             }
         });
     }

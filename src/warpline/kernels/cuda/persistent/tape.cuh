@@ -47,7 +47,7 @@ __device__ __forceinline__ void forget(Bits (&held)[N]) {
 }
 
 // A block's part of the tape, in steps: where it begins, and of which `length` a token takes all but `left_out` from `from` on.
-struct Reel {
+struct TapeRange {
     int begin, length, from, left_out;
 
     __device__ __forceinline__ int steps() const { return length - left_out; }
@@ -67,15 +67,15 @@ class Tape {
     static constexpr int STEP = WARPS * WARP;  // in Bits
     using Ring = TapeRing<WARPS, RING>;
     const Bits* source;  // this lane's part of the tape's step 0
-    const Reel reel;
+    const TapeRange range;
     Ring& ring;
     int ahead = 0, slot = 0;
     unsigned parity = 0;
 
     __device__ __forceinline__ void copy_next(int into) {
-        copy_async(&ring.slot[into][thread_index()], source + static_cast<long long>(reel.at(ahead)) * STEP, true);
+        copy_async(&ring.slot[into][thread_index()], source + static_cast<long long>(range.at(ahead)) * STEP, true);
         end_copy_group();
-        ahead = ahead + 1 == reel.steps() ? 0 : ahead + 1;
+        ahead = ahead + 1 == range.steps() ? 0 : ahead + 1;
     }
 
    public:
@@ -96,20 +96,20 @@ class Tape {
     // It has 300 cycles for a step of 5 kB, or memory waits for it (at 320 a token of gpt2-xl took 960 us, not 891): so it finds out
     // about the next slot while it fills this one, and where `all` lies is hidden, because the compiler would work it out each time.
     // But what is on its way to a multiprocessor delays what blocks say to each other: no more than IN_FLIGHT bytes may be.
-    static __device__ __forceinline__ void feed(const Bits* tape, const Reel& reel, int times, Ring& all, Watch& watch) {
+    static __device__ __forceinline__ void feed(const Bits* tape, const TapeRange& range, int times, Ring& all, WatchdogTimer& timer) {
         constexpr int MOST = IN_FLIGHT / static_cast<int>(STEP * sizeof(Bits)), WINDOW = MOST < RING ? MOST : RING;  // steps
         static_assert(WINDOW > 0);
         Ring* ring = &all;
         asm volatile("" : "+l"(ring));
-        const int steps = reel.steps();
-        const Bits *const begin = tape + static_cast<long long>(reel.begin) * STEP, *from = begin;
+        const int steps = range.steps();
+        const Bits *const begin = tape + static_cast<long long>(range.begin) * STEP, *from = begin;
         int step = 0, into = 0, before = RING - WINDOW;  // the next step, its slot, and that of the step WINDOW before it
         unsigned free = 1, landed = 1;                   // the first round finds every slot empty
         bool ready = true;
         for (int left = steps * times; left > 0; --left) {
             bool ended = false;
             while (!ready && !ended) {
-                ended = watch.look();
+                ended = timer.poll();
                 ready = barrier_passed(ring->empty + into, free) && barrier_passed(ring->full + before, landed);
             }
             if (ended) break;
@@ -120,7 +120,7 @@ class Tape {
                 step = 0;
                 from = begin;
             }
-            if (step == reel.from) from += static_cast<long long>(reel.left_out) * STEP;
+            if (step == range.from) from += static_cast<long long>(range.left_out) * STEP;
             if (++into == RING) {
                 into = 0;
                 free ^= 1;
@@ -137,7 +137,7 @@ class Tape {
         }
     }
 
-    __device__ __forceinline__ Tape(const Bits* tape, const Reel& reel, Ring& ring) : source(tape + thread_index()), reel(reel), ring(ring) {
+    __device__ __forceinline__ Tape(const Bits* tape, const TapeRange& range, Ring& ring) : source(tape + thread_index()), range(range), ring(ring) {
         if constexpr (HAS_ASYNC_COPIES && !HAS_BULK_COPIES) {
             for (int i = 0; i < RING; ++i) copy_next(i);
         }
@@ -174,7 +174,7 @@ class Tape {
                 if constexpr (HAS_ASYNC_COPIES) {
                     held[i] = ring.slot[slot + i < RING ? slot + i : slot + i - RING][thread];
                 } else {
-                    held[i] = load_once(source + static_cast<long long>(reel.at(ahead + i < reel.steps() ? ahead + i : ahead + i - reel.steps())) * STEP);
+                    held[i] = load_streaming(source + static_cast<long long>(range.at(ahead + i < range.steps() ? ahead + i : ahead + i - range.steps())) * STEP);
                 }
             }
         }
@@ -184,7 +184,7 @@ class Tape {
         } else if constexpr (HAS_ASYNC_COPIES) {
             for (int i = 0; i < count; ++i) copy_next(slot + i < RING ? slot + i : slot + i - RING);
         } else {
-            ahead = ahead + count < reel.steps() ? ahead + count : ahead + count - reel.steps();
+            ahead = ahead + count < range.steps() ? ahead + count : ahead + count - range.steps();
         }
         if (slot + count >= RING) parity ^= 1;
         slot = slot + count < RING ? slot + count : slot + count - RING;

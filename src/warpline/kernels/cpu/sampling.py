@@ -48,7 +48,7 @@ def _largest(scores: np.ndarray) -> int:
 
 
 @njit(**INNER)
-def _least_of(scores: np.ndarray, largest: Number, k: int) -> Number:
+def _kth_bound(scores: np.ndarray, largest: Number, k: int) -> Number:
     """A value that k scores exceed, or if several are equal there, no more than must: found by halving."""
     low, high = np.float32(largest - 1), np.float32(largest)
     while _above(scores, low) < k and low > largest - 1e9:
@@ -75,7 +75,7 @@ def _above(scores: np.ndarray, bar: Number) -> Number:
 
 
 @njit(**INNER, fastmath=FINITE_OR_NOT)
-def _mass_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
+def _weight_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     total = np.float32(0)
     for i in range(len(scores)):
         weight = exp(scores[i] - largest)
@@ -106,7 +106,7 @@ def penalise(scores: np.ndarray, past: np.ndarray, seen: np.ndarray, penalty: Nu
 
 
 @njit(**INNER)
-def choose(
+def sample_token(
     scores: np.ndarray,
     noisy: np.ndarray,
     banned: int,
@@ -122,14 +122,14 @@ def choose(
         scores[banned] = _LOWEST
     if temperature <= 0:
         return _largest(scores)
-    coolness = np.float32(1) / temperature
+    inverse_temperature = np.float32(1) / temperature
     for i in range(len(scores)):
-        scores[i] *= coolness
+        scores[i] *= inverse_temperature
     largest = scores[_largest(scores)]
     bar = _LOWEST
     if top_k < len(scores):
-        bar = _least_of(scores, largest, top_k)
-    total = _mass_above(scores, bar, largest) if top_p < 1 else np.float32(0)
+        bar = _kth_bound(scores, largest, top_k)
+    total = _weight_above(scores, bar, largest) if top_p < 1 else np.float32(0)
     if min_p > 0:
         bar = max(bar, _below(np.float32(largest + np.float32(math.log(min_p)))))
     for i in range(len(scores)):
@@ -139,7 +139,7 @@ def choose(
             if not scores[i] > bar:
                 noisy[i] = _LOWEST
         drawn = _largest(noisy)
-        if top_p >= 1 or scores[drawn] >= largest or _mass_above(scores, scores[drawn], largest) < top_p * total:
+        if top_p >= 1 or scores[drawn] >= largest or _weight_above(scores, scores[drawn], largest) < top_p * total:
             return drawn
         bar = scores[drawn]
 

@@ -1,4 +1,4 @@
-// The end of a token in the persistent decode kernel: the choice that all blocks agree on.
+// The end of a token in the persistent decode kernel: the choice that all blocks exchange_best on.
 //
 // Without filters a token is the largest score (plus noise), so each block posts its best and one exchange decides. With
 // filters (M::FILTERS) scores stay with the block that computed them, a few hundred in shared memory, and all blocks find
@@ -17,21 +17,21 @@
 namespace warpline {
 
 template <typename M>
-class Choice : protected Head<M> {
+class Sampler : protected Head<M> {
    protected:
-    using Place = Layout<M>;
+    using Memory = Layout<M>;
     using Layer = Layers<M>;
     using LastStage = Head<M>;
-    using Place::ROWS, Place::WARPS, Place::THREADS, Place::SCORES, Place::SEEN;
-    using Place::CANDIDATE, Place::CANDIDATES_AT, Place::SUMS_AT, Place::DIGITS_AT, Place::DIGITS;
-    using typename Place::Row;
-    using Layer::a, Layer::desk, Layer::tag, Layer::token_at;
+    using Memory::ROWS, Memory::WARPS, Memory::THREADS, Memory::SCORES, Memory::SEEN;
+    using Memory::CANDIDATE, Memory::CANDIDATES_AT, Memory::SUMS_AT, Memory::DIGITS_AT, Memory::DIGITS;
+    using typename Memory::Row;
+    using Layer::a, Layer::shared, Layer::tag, Layer::token_at;
     using LastStage::first_output, LastStage::outputs, LastStage::best_of;
     using LastStage::LastStage;
 
-    // All blocks learn each row's best candidate, which desk.best has of their own, and with filters how far it is below the
+    // All blocks learn each row's best candidate, which shared.best has of their own, and with filters how far it is below the
     // largest. Two places take turns.
-    __device__ __forceinline__ void agree(int turn) {
+    __device__ __forceinline__ void exchange_best(int turn) {
         Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * CANDIDATE);
         sync_threads<THREADS>();
         if (thread_index() < ROWS) {
@@ -40,7 +40,7 @@ class Choice : protected Head<M> {
             post(own, static_cast<unsigned>(best), tag);
             post(own + 1, static_cast<unsigned>(best >> 32), tag);
             if constexpr (M::FILTERS) {
-                post(own + 2, desk.rows[thread_index()].distance, tag);
+                post(own + 2, shared.rows[thread_index()].distance, tag);
                 post(own + 3, 0, tag);
             }
         }
@@ -57,7 +57,7 @@ class Choice : protected Head<M> {
             return candidates + CANDIDATE * min(at, last) + i % PAIRS * 2;
         });
         asked.ask();
-        asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+        asked.finish(tag, shared.watchdog, [&](int i, const Pair& pair) {
             if (i % PAIRS == 0) {
                 found = static_cast<unsigned long long>(pair.payload(1)) << 32 | pair.payload(0);
                 best = max(best, found);
@@ -68,10 +68,10 @@ class Choice : protected Head<M> {
         const unsigned long long own = best;
 #pragma unroll
         for (int other = WARP / 2; other >= ROWS; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
-        if (thread % WARP < ROWS) desk.best[thread % ROWS][thread / WARP] = best;
+        if (thread % WARP < ROWS) shared.best[thread % ROWS][thread / WARP] = best;
         sync_threads<THREADS>();
         if constexpr (M::FILTERS) {
-            if (own == best_of(thread % ROWS)) desk.rows[thread % ROWS].distance = distance;  // all who have it say the same
+            if (own == best_of(thread % ROWS)) shared.rows[thread % ROWS].distance = distance;  // all who have it say the same
             sync_threads<THREADS>();
         }
     }
@@ -79,23 +79,23 @@ class Choice : protected Head<M> {
     // --- filters ---
 
     // The block's own outputs that a row has had: from the host's list at first, then one by one.
-    __device__ __forceinline__ void forget_seen() {
-        for (int i = thread_index(); i < ROWS * SEEN; i += THREADS) desk.seen[i] = 0;
+    __device__ __forceinline__ void reset_seen() {
+        for (int i = thread_index(); i < ROWS * SEEN; i += THREADS) shared.seen[i] = 0;
         sync_threads<THREADS>();
         for (int row = 0; row < a.batch; ++row) {
-            if (desk.rows[row].punishment == 1.f) continue;
-            for (int i = thread_index(); i < desk.rows[row].length; i += THREADS) see(row, static_cast<int>(a.tokens[token_at(desk.rows[row], i)]));
+            if (shared.rows[row].penalty == 1.f) continue;
+            for (int i = thread_index(); i < shared.rows[row].length; i += THREADS) mark_seen(row, static_cast<int>(a.tokens[token_at(shared.rows[row], i)]));
         }
         sync_threads<THREADS>();
     }
-    __device__ __forceinline__ void see(int row, int token) {
+    __device__ __forceinline__ void mark_seen(int row, int token) {
         const int own = token - first_output();
-        if (own >= 0 && own < SCORES) atomicOr(&desk.seen[row * SEEN + own / 32], 1u << own % 32);
+        if (own >= 0 && own < SCORES) atomicOr(&shared.seen[row * SEEN + own / 32], 1u << own % 32);
     }
 
     // What is added to a logit is read and changed by the block alone that has the output.
     __device__ __forceinline__ long long bias_at(const Row& r) const { return static_cast<long long>(r.slot) * M::VOCAB; }
-    __device__ __forceinline__ void lower_own(const Row& r, int token) {
+    __device__ __forceinline__ void penalise_own(const Row& r, int token) {
         const int own = token - first_output();
         if (r.biased && own >= 0 && own < outputs()) lower(a.bias, a.counts, bias_at(r) + token, r.presence, r.frequency);
     }
@@ -109,40 +109,40 @@ class Choice : protected Head<M> {
     // f(which of the block's outputs, score) for every output of a row that is possible; a thread always has the same.
     template <typename F>
     __device__ __forceinline__ void each_score(int row, F f) {
-        const int banned = desk.rows[row].banned;
+        const int banned = shared.rows[row].banned;
         for (int own = thread_index(); own < outputs(); own += THREADS) {
-            if (first_output() + own != banned) f(own, desk.scores[row * SCORES + own]);
+            if (first_output() + own != banned) f(own, shared.scores[row * SCORES + own]);
         }
     }
 
-    // The best of what f(which, score) makes of a row's scores, into desk.best.
+    // The best of what f(which, score) makes of a row's scores, into shared.best.
     template <typename F>
-    __device__ __forceinline__ void take_best(int row, F f) {
+    __device__ __forceinline__ void reduce_best(int row, F f) {
         unsigned long long best = 0;
         each_score(row, [&](int own, float score) { best = max(best, f(own, score)); });
         __syncwarp();
 #pragma unroll
         for (int other = WARP / 2; other > 0; other /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, other));
-        if (thread_index() % WARP == 0) desk.best[row][thread_index() / WARP] = best;
+        if (thread_index() % WARP == 0) shared.best[row][thread_index() / WARP] = best;
     }
 
     // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. The first numbers of
-    // desk.sums[2 * row] and of the next are the totals.
+    // shared.sums[2 * row] and of the next are the totals.
     template <typename F>
     __device__ __forceinline__ void exchange_sums(F f) {
         Word* sums = a.words + SUMS_AT;
         const int thread = thread_index(), warp = thread / WARP;
         for (int row = 0; row < ROWS; ++row) {
-            if (desk.rows[row].drawn) continue;
+            if (shared.rows[row].drawn) continue;
             float own[2] = {};
             each_score(row, [&](int, float score) { f(row, score, own); });
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < 2; ++i) own[i] = warp_reduce(own[i], [](float x, float y) { return x + y; });
-            if (thread % WARP < 2) desk.sums[2 * row + thread % WARP][warp] = thread % WARP == 0 ? own[0] : own[1];
+            if (thread % WARP < 2) shared.sums[2 * row + thread % WARP][warp] = thread % WARP == 0 ? own[0] : own[1];
         }
         sync_threads<THREADS>();
-        if (thread < 2 * ROWS) post(sums + blockIdx.x * (2 * ROWS) + thread, __float_as_uint(sum_of<WARPS>(desk.sums[thread])), tag);
+        if (thread < 2 * ROWS) post(sums + blockIdx.x * (2 * ROWS) + thread, __float_as_uint(sum_of<WARPS>(shared.sums[thread])), tag);
         // A warp adds up what all blocks have of a row, in an order that does not depend on the other rows.
         static_assert(ROWS <= WARPS);
         const int lane = thread % WARP;
@@ -150,7 +150,7 @@ class Choice : protected Head<M> {
         if (warp < ROWS) {
             auto asked = gather<ceil_div(M::BLOCKS, WARP), 5>([&](int i) { return sums + 2 * (min(lane + i * WARP, M::BLOCKS - 1) * ROWS + warp); });
             asked.ask();
-            asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            asked.finish(tag, shared.watchdog, [&](int i, const Pair& pair) {
                 if (lane + i * WARP >= M::BLOCKS) return;
                 total[0] += __uint_as_float(pair.payload(0));
                 total[1] += __uint_as_float(pair.payload(1));
@@ -159,7 +159,7 @@ class Choice : protected Head<M> {
             for (int i = 0; i < 2; ++i) total[i] = warp_reduce(total[i], [](float x, float y) { return x + y; });
         }
         sync_threads<THREADS>();  // the block's own sums have been read
-        if (warp < ROWS && lane < 2) desk.sums[2 * warp + lane][0] = lane == 0 ? total[0] : total[1];
+        if (warp < ROWS && lane < 2) shared.sums[2 * warp + lane][0] = lane == 0 ? total[0] : total[1];
         sync_threads<THREADS>();
     }
 
@@ -167,8 +167,8 @@ class Choice : protected Head<M> {
     static constexpr int FEWEST_BITS = 3, BITS = DIGITS == 32 ? 5 : FEWEST_BITS;
     __device__ __forceinline__ void take_digit(int row, int shift) {
         static_assert(ROWS <= WARPS && 1 << BITS == DIGITS);
-        const int lane = thread_index() % WARP, wanted = desk.rows[row].wanted;
-        const int count = lane < DIGITS ? desk.counts[row * DIGITS + lane] : 0;
+        const int lane = thread_index() % WARP, wanted = shared.rows[row].wanted;
+        const int count = lane < DIGITS ? shared.counts[row * DIGITS + lane] : 0;
         int upto = count;
 #pragma unroll
         for (int other = 1; other < DIGITS; other *= 2) {
@@ -177,7 +177,7 @@ class Choice : protected Head<M> {
         }
         const unsigned enough = __ballot_sync(0xffffffffu, upto >= wanted && lane < DIGITS);
         if (lane != (enough ? __ffs(enough) - 1 : DIGITS - 1)) return;
-        Row& r = desk.rows[row];
+        Row& r = shared.rows[row];
         // The last digit overlaps with the one before it.
         r.prefix = (shift == 0 ? r.prefix >> (BITS - r.shift) << BITS : r.prefix << BITS) | lane;
         r.shift = shift;
@@ -185,7 +185,7 @@ class Choice : protected Head<M> {
         // Everything with this digit stays: that is right if it is just as many, or if no digit is left.
         if (shift == 0 || count == r.wanted) {
             const unsigned long long end = (static_cast<unsigned long long>(r.prefix) + 1) << shift;
-            r.line = r.span = static_cast<unsigned>(min(end, static_cast<unsigned long long>(NOTHING)));
+            r.cutoff = r.top_k_cutoff = static_cast<unsigned>(min(end, static_cast<unsigned long long>(NOTHING)));
             r.searched = false;
         }
     }
@@ -196,49 +196,49 @@ class Choice : protected Head<M> {
         static_assert(THREADS % PER_BLOCK == 0 && (PER_BLOCK % WARP == 0 || WARP % PER_BLOCK == 0));
         const int thread = thread_index();
         if (thread < ROWS) {
-            Row& r = desk.rows[thread];
-            r.searched = r.active && r.coolness > 0.f && r.most < M::VOCAB && !r.odd;
+            Row& r = shared.rows[thread];
+            r.searched = r.active && r.inverse_temperature > 0.f && r.top_k < M::VOCAB && !r.not_finite;
             r.prefix = 0;
             r.shift = 32;
-            r.wanted = r.most;
+            r.wanted = r.top_k;
         }
 #pragma unroll 1
         for (int shift = 32 - BITS, round = 0;; shift = max(0, shift - BITS), ++round) {
             Word* digits = a.words + DIGITS_AT + round % 2 * (M::BLOCKS * ROWS * DIGITS);
-            for (int i = thread; i < ROWS * DIGITS; i += THREADS) desk.counts[i] = 0;
+            for (int i = thread; i < ROWS * DIGITS; i += THREADS) shared.counts[i] = 0;
             sync_threads<THREADS>();
             bool searching = false;
             for (int row = 0; row < ROWS; ++row) {
-                const Row& r = desk.rows[row];
+                const Row& r = shared.rows[row];
                 searching |= r.searched;
                 if (!r.searched) continue;
                 each_score(row, [&](int, float score) {
                     // What is known of the distance is above `shift`; in the last round some of the digit is known as well.
                     const unsigned distance = distance_of(r.largest, score);
                     if (r.shift < 32 && distance >> r.shift != r.prefix) return;
-                    atomicAdd(&desk.counts[row * DIGITS + (distance >> shift) % DIGITS], 1);
+                    atomicAdd(&shared.counts[row * DIGITS + (distance >> shift) % DIGITS], 1);
                 });
             }
             if (!searching) return;
             sync_threads<THREADS>();
-            for (int i = thread; i < ROWS * DIGITS; i += THREADS) post(digits + blockIdx.x * (ROWS * DIGITS) + i, desk.counts[i], tag);
+            for (int i = thread; i < ROWS * DIGITS; i += THREADS) post(digits + blockIdx.x * (ROWS * DIGITS) + i, shared.counts[i], tag);
             int sum[2] = {};
             auto asked = gather<ceil_div(M::BLOCKS * PER_BLOCK, THREADS), 8>([&](int i) {
                 return digits + 2 * min(thread + i * THREADS, (M::BLOCKS - 1) * PER_BLOCK + thread % PER_BLOCK);
             });
             asked.ask();
-            asked.finish(tag, desk.dog, [&](int i, const Pair& pair) {
+            asked.finish(tag, shared.watchdog, [&](int i, const Pair& pair) {
                 if (thread + i * THREADS >= M::BLOCKS * PER_BLOCK) return;
                 sum[0] += pair.payload(0);
                 sum[1] += pair.payload(1);
             });
             sync_threads<THREADS>();  // the block's own counts have been posted
-            for (int i = thread; i < ROWS * DIGITS; i += THREADS) desk.counts[i] = 0;
+            for (int i = thread; i < ROWS * DIGITS; i += THREADS) shared.counts[i] = 0;
             sync_threads<THREADS>();
-            atomicAdd(&desk.counts[2 * (thread % PER_BLOCK)], sum[0]);
-            atomicAdd(&desk.counts[2 * (thread % PER_BLOCK) + 1], sum[1]);
+            atomicAdd(&shared.counts[2 * (thread % PER_BLOCK)], sum[0]);
+            atomicAdd(&shared.counts[2 * (thread % PER_BLOCK) + 1], sum[1]);
             sync_threads<THREADS>();
-            if (thread / WARP < ROWS && desk.rows[thread / WARP].searched) take_digit(thread / WARP, shift);
+            if (thread / WARP < ROWS && shared.rows[thread / WARP].searched) take_digit(thread / WARP, shift);
             ++tag;
             sync_threads<THREADS>();
         }
@@ -246,65 +246,65 @@ class Choice : protected Head<M> {
 
     // Draws of a row, at most; the last one stays. A draw and its check are a turn each, behind that of the largest and one for each
     // digit of top-k, so what others ask for takes none of them away.
-    static constexpr int MOST_DRAWS = (M::CHOICE_TURNS - 2 - ceil_div(32, FEWEST_BITS)) / 2;
+    static constexpr int MOST_DRAWS = (M::SAMPLER_TURNS - 2 - ceil_div(32, FEWEST_BITS)) / 2;
 
-    // From the logits in desk.scores to the token of every row, in desk.best.
+    // From the logits in shared.scores to the token of every row, in shared.best.
     __device__ __forceinline__ void choose() {
         sync_threads<THREADS>();  // the logits are there
         for (int row = 0; row < ROWS; ++row) {
-            const Row& r = desk.rows[row];
-            take_best(row, [&](int own, float score) {
-                if (desk.seen[row * SEEN + own / 32] >> own % 32 & 1) score *= score > 0.f ? 1.f / r.punishment : r.punishment;
+            const Row& r = shared.rows[row];
+            reduce_best(row, [&](int own, float score) {
+                if (shared.seen[row * SEEN + own / 32] >> own % 32 & 1) score *= score > 0.f ? 1.f / r.penalty : r.penalty;
                 if (r.biased) score += a.bias[bias_at(r) + first_output() + own];
-                if (r.coolness > 0.f) score *= r.coolness;
-                desk.scores[row * SCORES + own] = score;
+                if (r.inverse_temperature > 0.f) score *= r.inverse_temperature;
+                shared.scores[row * SCORES + own] = score;
                 return candidate(score, first_output() + own);
             });
         }
-        agree(0);
+        exchange_best(0);
         ++tag;
         bool draws = false, counts = false;
         for (int row = 0; row < ROWS; ++row) {
-            draws |= desk.rows[row].coolness > 0.f;
-            counts |= desk.rows[row].coolness > 0.f && desk.rows[row].most < M::VOCAB;
+            draws |= shared.rows[row].inverse_temperature > 0.f;
+            counts |= shared.rows[row].inverse_temperature > 0.f && shared.rows[row].top_k < M::VOCAB;
         }
         if (!draws) return;
         if (thread_index() < ROWS) {
-            Row& r = desk.rows[thread_index()];
+            Row& r = shared.rows[thread_index()];
             r.largest = value_of(best_of(thread_index()));
-            r.odd = !isfinite(r.largest);
-            r.line = r.span = NOTHING;
-            r.drawn = !(r.coolness > 0.f) || !r.active || r.odd;
+            r.not_finite = !isfinite(r.largest);
+            r.cutoff = r.top_k_cutoff = NOTHING;
+            r.drawn = !(r.inverse_temperature > 0.f) || !r.active || r.not_finite;
         }
         sync_threads<THREADS>();
         if (counts) count_nearest();
         if (thread_index() < ROWS) {
-            Row& r = desk.rows[thread_index()];
-            if (r.floor > -64.f) r.line = min(r.line, distance_of(0.f, r.floor) + 1);
+            Row& r = shared.rows[thread_index()];
+            if (r.log_min_p > -64.f) r.cutoff = min(r.cutoff, distance_of(0.f, r.log_min_p) + 1);
         }
         for (int turn = 1;; ++turn) {
             sync_threads<THREADS>();
             draw(turn);
             bool checks = false;
-            for (int row = 0; row < ROWS; ++row) checks |= !desk.rows[row].drawn && desk.rows[row].mass < 1.f;
+            for (int row = 0; row < ROWS; ++row) checks |= !shared.rows[row].drawn && shared.rows[row].top_p < 1.f;
             if (!checks || turn > MOST_DRAWS) return;
             exchange_sums([&](int row, float score, float (&sums)[2]) {
-                const Row& r = desk.rows[row];
+                const Row& r = shared.rows[row];
                 const unsigned distance = distance_of(r.largest, score);
                 const float weight = exp2_approx((score - r.largest) * LOG2_E);
                 if (distance < r.distance) sums[0] += weight;
-                if (distance < r.span) sums[1] += weight;
+                if (distance < r.top_k_cutoff) sums[1] += weight;
             });
             ++tag;
-            if (thread_index() < ROWS && !desk.rows[thread_index()].drawn) {
-                Row& r = desk.rows[thread_index()];
-                const float above = desk.sums[2 * thread_index()][0], all = desk.sums[2 * thread_index() + 1][0];
-                r.drawn = r.distance == 0 || above < r.mass * all;
-                if (!r.drawn) r.line = r.distance;
+            if (thread_index() < ROWS && !shared.rows[thread_index()].drawn) {
+                Row& r = shared.rows[thread_index()];
+                const float above = shared.sums[2 * thread_index()][0], all = shared.sums[2 * thread_index() + 1][0];
+                r.drawn = r.distance == 0 || above < r.top_p * all;
+                if (!r.drawn) r.cutoff = r.distance;
             }
             sync_threads<THREADS>();
             bool left = false;
-            for (int row = 0; row < ROWS; ++row) left |= !desk.rows[row].drawn;
+            for (int row = 0; row < ROWS; ++row) left |= !shared.rows[row].drawn;
             if (!left) return;
         }
     }
@@ -312,10 +312,10 @@ class Choice : protected Head<M> {
     // Of every row that has none yet a token from what is left of it.
     __device__ __forceinline__ void draw(int turn) {
         for (int row = 0; row < ROWS; ++row) {
-            Row& r = desk.rows[row];
+            Row& r = shared.rows[row];
             if (r.drawn) continue;
-            take_best(row, [&](int own, float score) {
-                if (distance_of(r.largest, score) >= r.line) return 0ull;
+            reduce_best(row, [&](int own, float score) {
+                if (distance_of(r.largest, score) >= r.cutoff) return 0ull;
                 return candidate(score + gumbel_noise(r.key, first_output() + own), first_output() + own);
             });
             sync_threads<THREADS>();
@@ -325,7 +325,7 @@ class Choice : protected Head<M> {
                 if (first_output() + own == likeliest) r.distance = distance_of(r.largest, score);
             });
         }
-        agree(turn);
+        exchange_best(turn);
         ++tag;
     }
 };
