@@ -159,7 +159,7 @@ class _Host:
 
 
 def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]:
-    """Return every moment's module. Between two spans it is their common ancestor, at the edge of a step () itself."""
+    """Return every moment's module. Between two spans it is their common ancestor, at the edge of a step ()."""
     edges: list[tuple[float, int, ModulePath]] = [(at, 1, ()) for at in bounds]
     for span in spans:
         edges += [(span.start, 2, span.path), (span.end, 0, span.path)]
