@@ -21,13 +21,13 @@ from warpline.engine.slots import Slots
 from warpline.model.gpt2 import GPT2
 from warpline.model.weights import Weights, checkpoint, random_tensors
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers share the folder of who started them
+if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers share the folder of the main process
     os.environ["WARPLINE_CACHE_DIR"] = tempfile.mkdtemp(prefix="warpline-test-")
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach out
-# Who starts tests in the background has them ignore interrupts, and whatever they start as well.
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may use the network
+# A shell starts background tests with interrupts ignored, which their child processes inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What an example takes says more about the machine's other work than about the code.
+# The time of an example depends more on the machine's load than on the code.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
@@ -35,7 +35,7 @@ SMALL = "random:n_layer=3,n_head=4,n_embd=64,n_positions=96"
 
 
 def make_weights(config: ModelConfig, seed: int = 0, std: float = 0.2) -> Weights:
-    """Weights large enough that logits differ clearly and greedy choices are no coin tosses."""
+    """Make weights large enough that logits differ clearly and greedy choices are unambiguous."""
     device = torch.device("cpu")
     return Weights("test", config, random_tensors(config, seed, device=device, dtype=torch.float32, std=std))
 
@@ -47,7 +47,7 @@ def make_model(weights: Weights, *, naive: bool = False) -> GPT2:
 
 
 def watch_steps(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of every call of `decode` from now on, how many steps it takes."""
+    """Record the number of steps of every later call of `decode`."""
     asked: list[int] = []
     decode = executor.decode
 
@@ -61,8 +61,8 @@ def watch_steps(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 @pytest.fixture
 def slowness() -> float:
-    """How many times longer this machine takes at this moment than the one that bounds in seconds were made for, which
-    squares half a million numbers in 30 ms; no less than once. Machines that are shared have slow minutes."""
+    """How many times slower this machine is at present than the one that time limits were made for, which squares half
+    a million numbers in 30 ms; at least 1. Shared machines have slow minutes."""
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -74,7 +74,7 @@ def slowness() -> float:
 
 @pytest.fixture
 def save_folder(tmp_path: Path) -> Callable[[Weights], Path]:
-    """Writes weights as a Hugging Face folder."""
+    """Write weights as a Hugging Face folder."""
 
     def save(weights: Weights) -> Path:
         folder = tmp_path / "model"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-#: What each script prints, among others.
+#: Parts of what each script prints.
 SHOWN = {
     "batch": ("A frog and a bee", "the same alone: True", "128 tokens in "),
     "hf_patch": ("replaced  generate", "1 × original method: num_beams"),
@@ -21,7 +21,7 @@ SHOWN = {
 
 
 def run(code: str, folder: Path) -> str:
-    """In a process and a folder of its own; what it prints."""
+    """Run a script in a process and a folder of its own; return what it prints."""
     path = os.pathsep.join(filter(None, (str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     done = subprocess.run(
@@ -38,7 +38,7 @@ def run(code: str, folder: Path) -> str:
 
 
 def test_notebook(tmp_path: Path) -> None:
-    """Its code cells, one after another. They hold plain Python, so this needs no Jupyter."""
+    """Its code cells, one after another. They are plain Python, so this needs no Jupyter."""
     notebook = json.loads((EXAMPLES / "colab.ipynb").read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])

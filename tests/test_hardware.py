@@ -68,7 +68,7 @@ def test_measured_bandwidth_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_p
     hardware.remember_bandwidth(cpu, measured)
     again = hardware.describe("cpu").measured_bandwidth
     assert again == pytest.approx(measured, abs=0.01)
-    assert hardware.remember_bandwidth(cpu, measured / 2).measured_bandwidth == again  # a busy moment
+    assert hardware.remember_bandwidth(cpu, measured / 2).measured_bandwidth == again  # on a busy machine
     assert hardware.remember_bandwidth(cpu, measured * 2).measured_bandwidth == pytest.approx(2 * measured, abs=0.01)
 
 

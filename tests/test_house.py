@@ -17,7 +17,7 @@ import warpline
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "warpline"
 
-#: A room may import itself and the rooms named for it. "base" is config, hardware, errors and the other single files.
+#: A room may import itself and the rooms listed for it. "base" is config, hardware, errors and the other single files.
 ALLOWED = {
     "base": {"base"},
     "model": {"base", "model"},
@@ -113,12 +113,12 @@ def imported_rooms(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_go_one_way(path: Path) -> None:
     if path.name in ("__init__.py", "__main__.py") and path.parent == SOURCE:
-        return  # the front door names everything, lazily
+        return  # the package itself names everything, lazily
     assert imported_rooms(path) <= ALLOWED[room(path)]
 
 
 def test_only_instruments_know_the_ladders() -> None:
-    """What generates text must not depend on kernels that are there to be slow."""
+    """Code that generates text must not depend on kernels that are slow on purpose."""
     inside = [SOURCE / "kernels" / "ladder", SOURCE / "bench", SOURCE / "cli"]
     outside = [path for path in SOURCE.rglob("*.py") if not any(path.is_relative_to(room) for room in inside)]
     assert not [path for path in outside if "kernels.ladder" in path.read_text()]

@@ -1,4 +1,4 @@
-"""The animation in the README, recorded in a terminal: `python -m tools.animation` (takes a minute)."""
+"""Records the animation in the README in a terminal: `python -m tools.animation` (takes a minute)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ COMMANDS = (
     ("generate", "Once upon a time, a little robot", "--seed", "1", "--max-new-tokens", "110"),
     ("bench", "--method", "warpline,warpline-int8,hf-sdpa,onnxruntime", "--repetitions", "5"),
 )
-#: Seconds: waits are not shown longer, frames not shorter, and the end stays.
+#: Seconds: the longest wait that is shown, the shortest frame, and the time of the last frame.
 LONGEST, SHORTEST, LAST = 0.6, 0.08, 6.0
 _LETTER, _LINE, _EDGE = 8.4, 18, 14
 
 
 def recorded(arguments: tuple[str, ...]) -> list[tuple[float, str]]:
-    """What a command writes, and when, in seconds from its start."""
+    """Yield what a command writes, and when, in seconds from its start."""
     begun = time.monotonic()
     command = [sys.executable, "-m", "warpline", *arguments]
     return [(time.monotonic() - begun, text) for _, text in written(command, COLUMNS, {"PYTHONPATH": "src"}) if text]
 
 
 def frames(commands: tuple[tuple[str, ...], ...]) -> list[tuple[float, list[str]]]:
-    """Seconds for which the screen shows lines, one frame after the other."""
+    """Return the frames in order: seconds, and the lines on the screen."""
     screen, shown = Screen(COLUMNS), []
     for arguments in commands:
         typed = "$ warpline " + " ".join(f'"{word}"' if " " in word else word for word in arguments)
@@ -50,7 +50,7 @@ def frames(commands: tuple[tuple[str, ...], ...]) -> list[tuple[float, list[str]
 
 
 def drawn(shown: list[tuple[float, list[str]]]) -> str:
-    """All frames in one drawing, each visible in its time."""
+    """Return all frames as one SVG, each visible for its time."""
     whole = sum(seconds for seconds, _ in shown)
     width, height = COLUMNS * _LETTER + 2 * _EDGE, ROWS * _LINE + 2 * _EDGE
     parts = [

@@ -1,4 +1,4 @@
-"""What the documents say of results/*/bench.jsonl: tables, pictures, and where we lose."""
+"""The parts of documents that are made from results/*/bench.jsonl: tables, pictures, and where we lose."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from warpline.model.weights import read_config
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-#: The workload whose bars are drawn; contexts are drawn wherever there are several.
+#: The workload that is drawn as bars; contexts are drawn wherever there are several.
 DRAWN = "reference"
-#: The machine, model and dtype that the README shows, where a run counts if it has what a user calls, or, where none
-#: has that, what the others are compared with.
+#: The machine, model and dtype that the README shows. Runs there must have the public call, or, if none has it, the
+#: baseline that the others are compared with.
 SHOWN = ("nvidia-h200", "random:gpt2", "fp16")
 
 
 def recorded() -> dict[str, list[report.Row]]:
-    """All rows of every machine, by its folder, GPUs before the CPU."""
+    """Return all rows of every machine, by its folder, GPUs before the CPU."""
     paths = sorted((ROOT / "results").glob("*/bench.jsonl"), reverse=True)
     return {path.parent.name: [derived(json.loads(line)) for line in path.read_text().splitlines()] for path in paths}
 
 
 def derived(row: report.Row) -> report.Row:
-    """A row whose rates mean what they mean today, whenever it was measured."""
+    """Return a row with its rates computed in the present way, whenever it was measured."""
     if "gb_s" in row and "read_gb_s" in row:
         kind = methods.find(row["method"])
         shape = {name: row[name] for name in ("workload", "kind", "model", "batch", "prompt", "new", "window")}
@@ -41,8 +41,7 @@ def derived(row: report.Row) -> report.Row:
 
 
 def machines() -> dict[str, list[report.Row]]:
-    """The newest rows of every machine, by its name in file names; without tables that are older than what they would
-    speak for."""
+    """Return the newest rows of every machine, by its name in file names; tables with outdated methods are left out."""
     order = list(WORKLOADS)
 
     def place(row: report.Row) -> tuple[object, ...]:
@@ -66,14 +65,14 @@ def machines() -> dict[str, list[report.Row]]:
 
 
 def _named(folder: str, row: report.Row) -> str:
-    """GPUs have a folder each; CPUs have one together."""
+    """Return the machine's name: GPUs have a folder each, CPUs share one."""
     if row["gpu"]:
         return folder
     return re.sub(r"[^a-z0-9]+", "-", f"{row['device']} {row['threads']} threads".lower()).strip("-")
 
 
 def drawn() -> dict[str, tuple[charts.Drawing, list[report.Row]]]:
-    """The pictures that the documents show, by file name, and of which rows."""
+    """Return the pictures that the documents show, by file name, and the rows of each."""
     found = {}
     for machine, rows in machines().items():
         for name, picture in charts.pictures(rows).items():
@@ -83,7 +82,7 @@ def drawn() -> dict[str, tuple[charts.Drawing, list[report.Row]]]:
 
 
 def draw() -> None:
-    """Write what is missing or stale, and remove what is shown no more."""
+    """Write missing and stale pictures, and remove those that are no longer shown."""
     wanted = drawn()
     for path in IMAGES.glob("bench-*.png"):
         if path.name not in wanted:
@@ -94,7 +93,7 @@ def draw() -> None:
 
 
 def is_stale(name: str, rows: Sequence[report.Row]) -> bool:
-    """Whether a picture is not of these rows: it says in itself of which it is."""
+    """Whether a picture is not of these rows, by the digest in its metadata."""
     from PIL import Image
 
     if not (IMAGES / name).exists():
@@ -104,7 +103,7 @@ def is_stale(name: str, rows: Sequence[report.Row]) -> bool:
 
 
 def tables() -> str:
-    """Everything that was measured, machine by machine."""
+    """Return everything that was measured, machine by machine."""
     parts = []
     for machine, rows in machines().items():
         first = rows[0]
@@ -119,19 +118,19 @@ def tables() -> str:
 
 
 def workloads() -> str:
-    """Their names and what they are."""
+    """Return the table of workloads."""
     lines = [f"| `{workload.name}` | {workload.summary} |" for workload in WORKLOADS.values()]
     return "\n".join(["| workload | what it is |", "| --- | --- |", *lines])
 
 
 def named(row: report.Row) -> str:
-    """A machine, in words: of a CPU its cores and how many threads were used."""
+    """Return the name of a machine; for a CPU with its cores and the threads used."""
     if "threads" not in row:
         return str(row["device"])
     return f"{row['device']}, {row.get('cores') or row['threads']} cores, {row['threads']} threads"
 
 
 def where_we_lose() -> str:
-    """From the rows in which somebody else is ahead."""
+    """Return a list of the cases in which a peer is ahead."""
     lines = [f"- {named(rows[0])}: {line}." for rows in machines().values() for line in report.losses(rows)]
     return "\n".join(lines) or "Nowhere, in the rows there are."

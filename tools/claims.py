@@ -1,4 +1,4 @@
-"""What documents claim in sentences, made of results/*/bench.jsonl, and projections that say they are."""
+"""The sentences in documents that claim speeds, made from results/*/bench.jsonl, and projections marked as such."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from warpline.hardware import known_gpu
 from warpline.model import cost
 from warpline.model.weights import read_config
 
-#: What others have published for gpt2 on a T4, tokens per second.
+#: Tokens per second that others have published for gpt2 on a T4.
 PUBLISHED_T4 = {"random:gpt2": "206 (fp16, torch.compile), 426 (a derivative of llm.c with a KV cache)"}
 PEERS = {"onnxruntime": "ONNX Runtime", "ctranslate2": "CTranslate2", "hf-sdpa": "`transformers`"}
 #: What the README calls the methods of others.
@@ -29,7 +29,7 @@ STREAMS = 8
 
 
 def t4() -> str:
-    """A row for each model that was measured on the machine of the README: nobody here has a T4."""
+    """Return a projected row for each model measured on the README's machine, because no T4 was available."""
     machine, _, dtype = SHOWN
     card = known_gpu("t4")
     assert card is not None

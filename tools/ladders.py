@@ -1,4 +1,4 @@
-"""What the documents say of results/*/ladder.jsonl: the table and the picture of every climb."""
+"""The parts of documents that are made from results/*/ladder.jsonl: the table and the picture of every climb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = "docs/kernels/{}.md"
 
 
 def climbs() -> dict[str, list[report.Row]]:
-    """The newest climb of every machine, ladder and shape, by the name of its picture."""
+    """Return the newest climb of every machine, ladder and shape, by the name of its picture."""
     found = {}
     for path in sorted((ROOT / "results").glob("*/ladder.jsonl")):
         for rows in report.newest(report.read(path)):
@@ -22,7 +22,7 @@ def climbs() -> dict[str, list[report.Row]]:
 
 
 def draw() -> None:
-    """Write the pictures, and remove those that are shown no more."""
+    """Write the pictures, and remove those that are no longer shown."""
     wanted = climbs()
     for path in IMAGES.glob("ladder-*.svg"):
         if path.name not in wanted:
@@ -32,7 +32,7 @@ def draw() -> None:
 
 
 def measured(ladder: str) -> str:
-    """Table and picture of a ladder, or how to get them."""
+    """Return table and picture of a ladder, or how to get them."""
     parts = []
     for name, rows in climbs().items():
         if rows[0]["ladder"] == ladder:
@@ -49,7 +49,7 @@ def _peaks(rows: list[report.Row]) -> str:
 
 
 def overview() -> str:
-    """A line for each ladder: where it leads, and how far it was climbed at its usual shape."""
+    """Return a line for each ladder: its rungs, and the result at its usual shape."""
     lines = ["| ladder | rungs | asides | measured |", "| --- | --- | --- | --- |"]
     for ladder in LADDERS.values():
         usual = ladder.shape_of(ladder.dims)

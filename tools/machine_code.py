@@ -1,8 +1,9 @@
-"""Does a change alter what the GPU runs? Compiles kernels of another revision and of the files as they are, and
-compares their instructions: `python -m tools.machine_code HEAD~1` names the programs that differ. Needs no GPU.
+"""Checks whether a change alters the code on the GPU: compiles the kernels of another revision and of the present
+files, and compares their instructions: `python -m tools.machine_code HEAD~1` names the programs that differ. No GPU
+is needed.
 
-A renamed variable must alter nothing. Then tunables that a sweep found for the code before are right for the code
-after: with `--keep-choices` the rows of results/*/tune.jsonl that were valid there are made valid here.
+A renamed variable must change nothing. Then tunables that a sweep found for the old code are right for the new code:
+with `--keep-choices` rows of results/*/tune.jsonl that were valid there are made valid here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HASHES = "--hashes"
 
 
 def variants() -> set[tuple[Variant, str]]:
-    """Of each kernel a shape of the benchmark and an odd one, for the oldest and for a newer generation; every rung."""
+    """Return for each kernel a benchmark shape and an odd one, on the oldest and a newer arch; and every rung."""
     found = set()
     for spec in CATALOG.values():
         for dims in (*spec.bench_dims[:1], *spec.test_dims[1:2]):
@@ -49,7 +50,7 @@ def variants() -> set[tuple[Variant, str]]:
 
 
 def decoders() -> list[tuple[DecodeProgram, str]]:
-    """The persistent kernel with each of its features at least once."""
+    """Return programs of the persistent kernel that use each of its features at least once."""
     gpt2 = Extents("fp16", 768, 3072, 12, 12, 50257, rows=1, blocks=132, arch="sm_90")
     small = Extents("fp16", 512, 2048, 8, 4, 8192, rows=1, blocks=40, arch="sm_75")
     changes: list[dict[str, Any]] = [
@@ -62,7 +63,7 @@ def decoders() -> list[tuple[DecodeProgram, str]]:
 
 
 def instructions(cubin: bytes) -> bytes:
-    """The code in an ELF file, without names and places in the source."""
+    """Return the code in an ELF file, without names and source positions."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
@@ -77,7 +78,7 @@ def instructions(cubin: bytes) -> bytes:
 
 
 def hashes() -> dict[str, str]:
-    """A digest for each program, by what it is."""
+    """Return a digest for each program, by a label of its settings."""
     found: dict[str, str] = {}
     for variant in compile_many(list(variants())):
         program = variant.program
@@ -90,12 +91,12 @@ def hashes() -> dict[str, str]:
 
 
 def digests() -> dict[str, str]:
-    """The digest of each op's header, by which a choice knows its code."""
+    """Return the digest of each op's header, by which a stored choice identifies its code."""
     return {name: header_digest(spec.header) for name, spec in CATALOG.items()}
 
 
 def keep_choices(before: dict[str, str], kernels: set[str]) -> int:
-    """Rows of sweeps that are valid for `before`, for these kernels, become valid for the code here; how many."""
+    """Make rows of these kernels' sweeps that are valid for `before` valid for the present code; return how many."""
     after, count = digests(), 0
     for path in sorted((ROOT / "results").glob("*/tune.jsonl")):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

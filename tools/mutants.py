@@ -1,8 +1,8 @@
-"""Do the tests notice? Operators of the package are swapped, drawn with a seed, and each swap is tried against the
-tests that reach it: `make mutants` (all tests once, to see which those are, then up to minutes for each swap).
+"""Checks whether tests notice errors: operators of the package, drawn with a seed, are swapped, and each swap is tried
+with the tests that reach it: `make mutants` (all tests once, to find out which, then up to minutes for each swap).
 
-What no test notices is printed with its place. A test that fails counts if it passes without the swap. What runs while
-a module is imported, or is compiled for a CPU, belongs to no test: there the tests nearest by name are tried.
+A swap that no test notices is printed with its place. A failing test counts if it passes without the swap. Code that
+runs while a module is imported, or is compiled for a CPU, is reached by no test: there the tests nearest by name run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "warpline"
-#: An operator's source, and what it becomes.
+#: An operator's source, and what replaces it.
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="), ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.Is: ("is", "is not"),
     ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
 }  # fmt: skip
-#: What is not run by tests of a machine without a GPU, or is no code of its own.
+#: Files that tests do not run on a machine without a GPU, or that have no code of their own.
 SKIPPED = ("kernels/cuda", "__init__.py", "__main__.py", "scale/cluster.py", "scale/online.py")
-#: Of the tests that reach an operator the fastest are tried, for so many seconds; of files near by name so many.
+#: Seconds of the tests per swap, fastest first; most test files of those nearest by name; seconds of one run.
 SECONDS, MOST_FILES, TIMEOUT = 240, 8, 600
 PYTEST = (sys.executable, "-m", "pytest")
-#: A module that the copy of the sources gets: which test, in its own process or one that it starts, reaches what.
+#: Source of a module in the copy of the package: records which test, or process started by it, reaches which swap.
 REACHED = """
 import os
 
@@ -60,20 +60,20 @@ class Mutant:
 
     path: str  # below the package
     line: int
-    whole: tuple[int, int]  # the expression it is in
+    whole: tuple[int, int]  # begin and end of the expression around it
     start: int
     end: int
     before: str
     after: str
 
     def applied(self, text: str) -> str:
-        """The file's text, changed."""
+        """Return the file's text with the change."""
         raw = text.encode()
         return (raw[: self.start] + self.after.encode() + raw[self.end :]).decode()
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """Every change that a file allows. Annotations, decorators and f-strings are left alone."""
+    """Yield every change that a file allows. Annotations, decorators and f-strings are left alone."""
     text = path.read_text(encoding="utf-8")
     raw = text.encode()
     starts = [0]
@@ -123,7 +123,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
-    """So many, no two of one file while there are others."""
+    """Draw `count` changes, in different files as far as possible."""
     rng = random.Random(seed)
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if not any(part in str(path) for part in SKIPPED)]
     rng.shuffle(files)
@@ -140,7 +140,7 @@ def drawn(seed: int, count: int) -> list[Mutant]:
 
 
 def nearest(path: str) -> list[str]:
-    """The test files that are nearest to a file: those that import its module, and those that share its name first."""
+    """Return the test files nearest to a file: those that import its module or share its name come first."""
     parts = Path(path).with_suffix("").parts
     module, stem = ".".join(("warpline", *parts)), parts[-1]
     parent, leaf = module.rpartition(".")[::2]
@@ -161,7 +161,7 @@ def nearest(path: str) -> list[str]:
 
 
 def copied(folder: Path) -> Path:
-    """The project, to be changed: its package is returned. What no change touches is linked."""
+    """Copy the project for a change and return its package. Folders that no change touches are linked."""
     for part in ("src", "tests", "tools", "examples"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("docs", "results", "Makefile", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
@@ -170,7 +170,7 @@ def copied(folder: Path) -> Path:
 
 
 def watched(package: Path, wanted: Sequence[Mutant], log: Path) -> None:
-    """Have every expression that is to be changed say that it was reached. Compiled code cannot."""
+    """Make every expression with a change record that it was reached. Compiled code cannot do that."""
     (package.parent / "reached.py").write_text(REACHED.format(path=str(log)), encoding="utf-8")
     for path in {mutant.path for mutant in wanted}:
         raw = (package / path).read_bytes()
@@ -187,7 +187,7 @@ def watched(package: Path, wanted: Sequence[Mutant], log: Path) -> None:
 
 
 def reaching(wanted: Sequence[Mutant]) -> list[list[str]]:
-    """For each change the tests that reach it, fastest first, or those of the nearest files. Runs all of them."""
+    """Run all tests; return for each change the tests that reach it, fastest first, or those of the nearest files."""
     with tempfile.TemporaryDirectory(prefix="reached-") as name:
         folder = Path(name)
         watched(copied(folder), wanted, folder / "log")
@@ -215,7 +215,7 @@ def reaching(wanted: Sequence[Mutant]) -> list[list[str]]:
 
 
 def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
-    """Whether one of the tests fails that passes without it, in a copy of the sources; and the seconds that took."""
+    """Return whether a test fails in a changed copy that passes without the change, and the seconds that took."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
@@ -227,7 +227,7 @@ def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
 
 
 def _failing(root: Path, tests: list[str]) -> list[str] | None:
-    """The first test that fails there, none if they took too long (a loop that does not end is seen), or None."""
+    """Return the first failing test in a list, an empty list after a timeout (an endless loop counts), or None."""
     command = [*PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200", "-m", "not alone"]
     try:
         done = subprocess.run(

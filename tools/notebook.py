@@ -1,5 +1,4 @@
-"""Run the notebook's cells and store what they print: `python -m tools.notebook`. They hold plain Python, so this needs
-no Jupyter."""
+"""Runs the notebook's cells and stores what they print: `python -m tools.notebook`. It needs no Jupyter."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "colab.ipynb"
 
 
 def filled(notebook: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The notebook with the output of each cell; a folder that is home is called so."""
+    """Return the notebook with the output of each cell; the path `home` is replaced by ~."""
     scope: dict[str, Any] = {"__name__": "__main__"}
     number = 0
     for cell in notebook["cells"]:

@@ -1,4 +1,4 @@
-"""Pictures of the server's page for the documents: `python -m tools.page` (needs Chromium, and the extra `dev`)."""
+"""Makes pictures of the server's page for the documents: `python -m tools.page` (needs Chromium, extra `dev`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(tab: Any, url: str) -> None:
     tab.keyboard.press("Control+Enter")
     tab.locator("body[data-answers='1']").wait_for()
     tab.locator("#live", has_text="Live").wait_for()
-    tab.wait_for_timeout(1500)  # a look at the server's metrics
+    tab.wait_for_timeout(1500)  # until the page has read the server's metrics
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""What docs/profiling.md says of results/*/profile/*.json: for each machine and model the way from the naive model to
-the fastest, a table of methods and a picture; and the sections of the naive model's own profile."""
+"""The parts of docs/profiling.md that are made from results/*/profile/*.json: for each machine and model the way from
+the naive model to the fastest, a table of methods and a picture; and sections of the naive model's own profile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 NOTHING = "No session has been recorded yet."
 
-#: The way from the naive model to the fastest, and what is new at each station.
+#: The steps from the naive model to the fastest, and what each one changes.
 STATIONS = {
     ("naive", "fp32"): "the textbook: the whole text again for every token, attention step by step",
     ("naive", "fp16"): "the same in half precision",
@@ -39,7 +39,7 @@ STATIONS = {
 
 
 def stamp() -> int:
-    """Sessions of code that was not committed where it ran get the commit that has exactly this code, as rows do."""
+    """Give sessions of uncommitted code the commit that has exactly this code, as for rows; return how many."""
     waiting = []
     for path in sorted((ROOT / "results").glob("*/profile/*.json")):
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def stamp() -> int:
 
 @functools.cache
 def sessions() -> dict[tuple[str, str], list[Session]]:
-    """By machine's folder and model, GPUs first; methods in the benchmark's order, fp32 before the others."""
+    """Return the sessions by machine's folder and model, GPUs first; methods in the benchmark's order, fp32 first."""
     found: dict[tuple[str, str], list[Session]] = {}
     paths = sorted((ROOT / "results").glob("*/profile/*.json"), key=lambda path: (path.parts[-3] == "cpu", path))
     for path in paths:
@@ -69,7 +69,7 @@ def sessions() -> dict[tuple[str, str], list[Session]]:
 
 
 def pictures() -> dict[str, str]:
-    """Every picture, by file name."""
+    """Return every picture by file name."""
     return {_image(*key, phase): picture.bars(group, phase) for key, group in sessions().items() for phase in PHASES}
 
 
@@ -78,7 +78,7 @@ def _image(machine: str, model: str, phase: str) -> str:
 
 
 def draw() -> None:
-    """Write the pictures, and remove those that are shown no more."""
+    """Write the pictures, and remove those that are no longer shown."""
     wanted = pictures()
     for path in IMAGES.glob("profile-*.svg"):
         if path.name not in wanted:
@@ -88,7 +88,7 @@ def draw() -> None:
 
 
 def methods() -> str:
-    """A picture and a table for each machine, model and phase: where each method's step goes."""
+    """Return a picture and a table for each machine, model and phase: where each method's step spends its time."""
     parts = []
     for (machine, model), group in sessions().items():
         first = group[0]
@@ -101,8 +101,7 @@ def methods() -> str:
 
 
 def story() -> str:
-    """Station by station, of decoding: how long a token takes, what holds it up, and whether what the profile promised
-    came true at the next."""
+    """Return the steps of decoding from the naive model on: time per token, bottleneck, gain over the step before."""
     parts = []
     for (_, model), group in sessions().items():
         by_name = {(one.method, one.dtype): one for one in group}
@@ -155,13 +154,13 @@ def _table(group: list[Session], name: str) -> str:
 
 
 def _told() -> Session | None:
-    """The session whose tables are shown in full: the naive model in fp32, on a GPU if there is one."""
+    """Return the session with tables shown in full: the naive model in fp32, on a GPU if there is one."""
     groups = [group for (_, model), group in sessions().items() if model == "random:gpt2"]
     return next((one for group in groups for one in group if one.method == "naive" and one.dtype == "fp32"), None)
 
 
 def naive_tables() -> str:
-    """The four tables of the naive model."""
+    """Return the four tables of the naive model."""
     session = _told()
     if session is None:
         return NOTHING
@@ -173,7 +172,7 @@ def naive_tables() -> str:
 
 
 def naive_kernels() -> str:
-    """Its classes, its longest kernels and its roofline, of a decode step."""
+    """Return the classes, the longest kernels and the roofline of the naive model's decode step."""
     session = _told()
     if session is None:
         return NOTHING
@@ -188,7 +187,7 @@ def naive_kernels() -> str:
 
 
 def verdicts() -> str:
-    """What the profiler says of each method."""
+    """Return the profiler's verdict on each method."""
     lines = []
     for group in sessions().values():
         for session in group:

@@ -1,5 +1,5 @@
-"""Regenerate what documents quote and what the package ships of sweeps, from the catalog, from results/ and from the
-embedded model: `make readme`.
+"""Regenerates the parts of documents that are made from the catalog, from results/ and from the embedded model, and the
+sweeps' choices in the package: `make readme`.
 
 Text between <!-- begin NAME --> and <!-- end NAME --> is replaced; the rest of a page is written by hand.
 """
@@ -38,23 +38,23 @@ def catalog() -> str:
 
 
 def newest_kernel_rows() -> dict[tuple[str, str, str, str], dict[str, Any]]:
-    """The newest row of each kernel, dtype, shape and target, in the catalog's order."""
+    """Return the newest row of each kernel, dtype, shape and target, in the catalog's order."""
     newest: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for path in sorted((ROOT / "results").glob("*/kernels.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            # Rows from before the roof was measured are history, and so are kernels that there are no more, or that
-            # were written anew and have other tunables.
+            # Rows from before the roof was measured are history, and so are those of removed kernels, or of kernels
+            # that were rewritten with other tunables.
             spec = CATALOG.get(row["kernel"])
             if spec is None or "percent_of_roof" not in row:
                 continue
             if row.get("tunables", spec.tunables).keys() != spec.tunables.keys():
                 continue
             if row["dims"].keys() not in [dims.keys() for dims in spec.bench_dims]:
-                continue  # the op's shape has other names now
+                continue  # the op's dimensions have other names now
             now = rates(spec, row["dtype"], row["dims"], row["us"], row["copy_gb_s"], row["peak_tflop_s"])
             if abs(now["gb_s"] / max(row["gb_s"], 0.1) - 1) > 0.02 and row["gb_s"] > 5:
-                continue  # it read or wrote something else than the op of today
+                continue  # it read or wrote other data than the present op
             row |= now
             shape = "×".join(str(extent) for extent in row["dims"].values())
             newest[row["kernel"], row["dtype"], shape, row["arch"]] = row
@@ -63,7 +63,7 @@ def newest_kernel_rows() -> dict[tuple[str, str, str, str], dict[str, Any]]:
 
 
 def kernel_losses() -> str:
-    """Every kernel and dtype that torch beats somewhere: at how many of its shapes, and by how much."""
+    """Return each kernel and dtype that torch beats at some shape: at how many of its shapes, and by how much."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for (kernel, dtype, _, arch), row in newest_kernel_rows().items():
         if arch.startswith("sm_"):
@@ -103,7 +103,7 @@ def kernel_rows() -> str:
 
 @functools.cache
 def story(prompt: str, seed: int) -> str:
-    """What `warpline generate PROMPT --seed SEED` prints on a CPU, folded to the width of a page."""
+    """Return what `warpline generate PROMPT --seed SEED` prints on a CPU, folded to the width of a page."""
     (completion,) = _llm().generate(prompt, SamplingParams(seed=seed))
     return "\n".join(textwrap.fill(line, 116) for line in (prompt + completion.text).splitlines())
 
@@ -114,7 +114,7 @@ def _llm() -> LLM:
 
 
 def demo() -> str:
-    """The command of `make demo`, run."""
+    """Run the command of `make demo` and return its output."""
     found = re.search(r'generate "(.+)" --seed (\d+)', (ROOT / "Makefile").read_text())
     if found is None:
         raise SystemExit("the Makefile's demo is not where it was")
@@ -176,7 +176,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def regenerated(page: str) -> str:
-    """The page with its generated parts as they should be."""
+    """Return the page with its generated parts renewed."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in PAGES[page].items():
         before, begin, rest = text.partition(f"<!-- begin {name} -->\n")

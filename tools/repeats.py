@@ -1,9 +1,9 @@
-"""Whether an executor repeats itself to the bit while other processes use the same GPU, between which it is switched:
+"""Whether an executor repeats itself to the bit while other processes share the GPU, which switches between them:
 
     python -m tools.repeats persistent --batch 8 --processes 8 --seconds 90
 
-Every process generates the same texts round after round. Where the KV cache of a round is not that of the first, the
-first position and layer that differ are said: what went wrong did so in the layer before.
+Every process generates the same texts round after round. If the KV cache of a round differs from that of the first, the
+first position and layer that differ are printed: the error occurred in the layer before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT, STEPS = 16, 100
 
 
 def rounds(name: str, batch: int, new: int, seconds: float, process: int) -> None:
-    """One process."""
+    """Run the rounds of one process."""
     weights = load("random:gpt2", dtype="fp16", device="cuda")
     executor = create(name, weights, torch.device("cuda:0"), "fp16")
     slots, draw = executor.allocate(batch, PROMPT + new), random.Random(1)
@@ -53,7 +53,7 @@ def rounds(name: str, batch: int, new: int, seconds: float, process: int) -> Non
 
 
 def differences(found: torch.Tensor, expected: torch.Tensor) -> Iterator[str]:
-    """Of bits [k and v, layer, slot, head, position, depth], a line for each slot that has any."""
+    """Yield a line for each slot with differing bits, from bits [k and v, layer, slot, head, position, depth]."""
     differ = found != expected
     for slot in range(differ.shape[2]):
         where = differ[:, :, slot].any(dim=-1)  # k and v, layer, head, position

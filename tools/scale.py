@@ -1,8 +1,8 @@
-"""What replicas give and what Ray costs, measured on this machine, one part at a time:
+"""Measures what replicas give and what Ray costs, on this machine, one part at a time:
 
     python -m tools.scale ttft|replicas|load|batch|many|offline --save results
 
-`load` is what docs/scale.md compares: the simulator, and the server under the very same requests.
+`load` is what docs/scale.md compares: the simulator, and the server under the same requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def served(arguments: tuple[str, ...], loads: list[Load], label: str, warmups: i
 
 
 def wait_until_healthy(server: Server, seconds: float = 120.0) -> None:
-    """Ray's proxy answers before there is an app behind it."""
+    """Wait for /health: Ray's proxy answers before there is an app behind it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         server.require_alive()
@@ -56,8 +56,8 @@ def wait_until_healthy(server: Server, seconds: float = 120.0) -> None:
 
 
 def ttft(rounds: int) -> list[Row]:
-    """A request for one token, straight and through Ray, both up at once and asked in turns. What the engine takes (the
-    server says it) differs between two processes by more than what is looked for, so it is taken off: what is left is
+    """Time a request for one token, directly and through Ray, with both servers running and asked in turn. The engine's
+    time, which the server reports, differs between two processes by more than Ray's, so it is subtracted: the rest is
     the way there and back."""
     found: dict[str, list[tuple[float, float]]] = {"straight": [], "Ray, HAProxy": []}
     with Server(ONE_THREAD, patience=60) as straight, Server((*ONE_THREAD, "--replicas", "1"), patience=60) as through:
@@ -80,7 +80,7 @@ def ttft(rounds: int) -> list[Row]:
 
 
 def single(port: int, count: int) -> list[tuple[float, float]]:
-    """Of some requests, one after the other on one connection: all of their time, and the engine's share of it."""
+    """Return the whole time and the engine's part of some requests, sent one after the other on one connection."""
     body = json.dumps({"prompt": list(range(1000, 1016)), "max_tokens": 1, "temperature": 0, "return_timings": True})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     found = []
@@ -94,7 +94,7 @@ def single(port: int, count: int) -> list[tuple[float, float]]:
 
 
 def replicas(rounds: int) -> list[Row]:
-    """As many requests at once for each replica as it has slots."""
+    """Measure servers of one and two replicas with as many concurrent requests per replica as it has slots."""
     rows = []
     for _ in range(rounds):
         for count in (1, 2):
@@ -107,7 +107,7 @@ def replicas(rounds: int) -> list[Row]:
 
 
 def offline(rounds: int) -> list[Row]:
-    """The same file by one and by two replicas of one thread; seconds between the first chunk and the last."""
+    """Run a file on one and on two replicas of one thread; count the time between the first chunks and the last."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         prompts = written(Path(folder) / "prompts.jsonl", 4096)
@@ -130,8 +130,7 @@ def offline(rounds: int) -> list[Row]:
 
 @contextlib.contextmanager
 def followed() -> Iterator[list[tuple[float, int, float]]]:
-    """When how many lines were done, and the CPU time of this process: starting Ray and loading models is not what is
-    compared."""
+    """Yield (time, lines done, CPU time of this process) per commit, so that the start of Ray can be left out."""
     stamps: list[tuple[float, int, float]] = []
     commit = Output.commit
 
@@ -147,7 +146,7 @@ def followed() -> Iterator[list[tuple[float, int, float]]]:
 
 
 def written(path: Path, count: int) -> Path:
-    """Short prompts, no two alike."""
+    """Write short prompts, all different."""
     with path.open("w") as file:
         for i in range(count):
             file.write(json.dumps({"id": i, "prompt": prompt_of(i)}) + "\n")
@@ -158,14 +157,14 @@ def prompt_of(number: int) -> str:
     return f"Once upon a time, friend number {number} found a key and"
 
 
-#: Short prompts, and a few tokens of each.
+#: Number of short prompts, and the parameters for a few tokens of each.
 SHORT = 2048
 FEW = SamplingParams(max_tokens=8, ignore_eos=True, seed=0)
 
 
 def batch(rounds: int) -> list[Row]:
-    """`warpline.scale.generate` from file to file beside `LLM.generate` over the same prompts, in turns, each in a
-    process of its own: threads of OpenMP that the one has left behind slow down the other."""
+    """Time `warpline.scale.generate` from file to file and `LLM.generate` over the same prompts in turn, each in its
+    own process: OpenMP threads that one leaves behind would slow down the other."""
     rows: list[Row] = []
     made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
     for _ in range(4 * rounds):
@@ -179,13 +178,13 @@ def batch(rounds: int) -> list[Row]:
     return rows
 
 
-#: Prompts of `many`.
+#: Number of prompts of `many`.
 MANY = 100_000
 
 
 def many(rounds: int) -> list[Row]:
-    """`warpline batch` over a hundred thousand prompts beside `LLM.generate` over the same: half of them before it and
-    half behind, so that a machine that becomes slower or faster does so for both. Its memory is read every second."""
+    """Time `warpline batch` over a hundred thousand prompts, and `LLM.generate` over half of them before it and half
+    after it, so that a drift of the machine's speed affects both. Read the memory of the batch every second."""
     made = provenance() | {"device": hardware.describe("cpu").name, "threads": hardware.threads()}
     before = in_process("direct", 0, MANY // 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -214,21 +213,21 @@ def many(rounds: int) -> list[Row]:
 
 
 def resident(process: subprocess.Popen[bytes]) -> Iterator[float]:
-    """Megabytes of a process, every second until it ends."""
+    """Yield the resident megabytes of a process, every second until it ends."""
     while process.poll() is None:
         yield resident_mb(process.pid)
         time.sleep(1)
 
 
 def in_process(way: str, *numbers: int) -> Row:
-    """A part of this program in a process of its own."""
+    """Run a part of this program in a process of its own; return its row."""
     command = [sys.executable, "-m", "tools.scale", way, *(f"--prompts={number}" for number in numbers)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def direct(rounds: int, prompts: Sequence[int] = (0, SHORT)) -> list[Row]:
-    """`LLM.generate`, warm, over some of the prompts."""
+    """Time `LLM.generate`, warm, over some of the prompts."""
     first, last = prompts
     chosen = [prompt_of(i) for i in range(first, last)]
     llm = LLM(MODEL, device="cpu", dtype="fp32")
@@ -240,7 +239,7 @@ def direct(rounds: int, prompts: Sequence[int] = (0, SHORT)) -> list[Row]:
 
 
 def through(rounds: int) -> list[Row]:
-    """From file to file, without the first and the last chunks: they load the model, or leave slots empty."""
+    """Time a run from file to file, without the first and last chunks, which load the model or leave slots empty."""
     with tempfile.TemporaryDirectory() as folder, followed() as stamps:
         path = written(Path(folder) / "prompts.jsonl", SHORT)
         generate(path, Path(folder) / "out.jsonl", model=MODEL, device="cpu", dtype="fp32", params=FEW)

@@ -1,5 +1,5 @@
-"""What docs/scale.md says of results/: what one replica gives, what splitting a model would cost, how many GPUs a load
-takes, and the simulator beside the server."""
+"""The parts of docs/scale.md that are made from results/: what one replica gives, what splitting a model would cost,
+how many GPUs a load takes, and the simulator compared with the server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 PICTURE = "scale-simulator.png"
 GPU, MODEL = "nvidia-h200", "random:gpt2"
-#: Microseconds that one all-reduce between two GPUs is assumed to take.
+#: Assumed microseconds of one all-reduce between two GPUs.
 ALL_REDUCE = 5.0
-#: Share of what a replica can do at most that is planned with: beyond it the first token waits (see the simulator).
+#: Share of a replica's maximum that is planned with: above it the first token waits (see the simulator).
 PLANNED = 0.7
 
 #: Labels of tools/scale.py's rows.
@@ -55,7 +55,7 @@ def _throughput() -> Row:
 
 
 def replica() -> str:
-    """What one replica gives."""
+    """Return the table of what one replica gives."""
     rows = []
     for batch in (1, 8, 64, 256):
         workload = "reference" if batch == 1 else "batch"
@@ -71,7 +71,7 @@ def replica() -> str:
 
 
 def tensor() -> str:
-    """A step on one GPU, and on two between which a model is split."""
+    """Return the table of a step on one GPU, and on two that split the model."""
     rows = []
     for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
         row = _bench(workload="reference", model=f"random:{name}", method="persistent", dtype="fp16")
@@ -90,7 +90,7 @@ def tensor() -> str:
 
 
 def plan() -> str:
-    """GPUs for some loads."""
+    """Return the table of GPUs for some loads."""
     row = _throughput()
     each = PLANNED * row["requests_per_second"]
     rows = []
@@ -111,14 +111,14 @@ def plan() -> str:
 
 
 def _loads() -> list[Row]:
-    """The newest run of the comparison: from the last row that says what the server does at most."""
+    """Return the newest run of the comparison: from the last row that has the server's maximum."""
     rows = [row for row in scale_rows() if row["kind"] == "load"]
     starts = [i for i, row in enumerate(rows) if row["share"] is None]
     return rows[starts[-1] :] if starts else []
 
 
 def simulator() -> str:
-    """The simulator beside the server, under the same requests."""
+    """Return the simulator's figures beside the server's, for the same requests."""
     loads = _loads()
     if not loads:
         return "Not measured yet: `python -m tools.scale load --save results`."
@@ -144,7 +144,7 @@ def simulator() -> str:
 
 
 def replicas() -> str:
-    """What replicas give, and what Ray costs."""
+    """Return what replicas give, and what Ray costs."""
     rows, lines = scale_rows(), []
     names = {"replicas": "online, HTTP, as many requests at once as there are slots", "offline": "`warpline batch`"}
     for kind, name in names.items():
@@ -167,7 +167,7 @@ def replicas() -> str:
 
 
 def chart(rows: Sequence[Row]) -> Figure:
-    """Throughput and the first token over the load, measured and simulated."""
+    """Draw throughput and the first token's time over the load, measured and simulated."""
     some = [row for row in rows if row["share"] is not None]
     figure = canvas(9, 3.8)
     left, right = figure.subplots(1, 2)
@@ -188,7 +188,7 @@ def chart(rows: Sequence[Row]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
     left.set_ylim(bottom=0)
-    right.set_yscale("log")  # near the most it waits for a slot, and no longer for a launch
+    right.set_yscale("log")  # near the maximum a request waits for a slot, not for a launch
     for axes in (left, right):
         axes.yaxis.set_major_formatter("{x:,.0f}")
     return figure

@@ -1,4 +1,4 @@
-"""Our server beside others with OpenAI's API: the same weights (gpt2's shape, random), the same client, in turns.
+"""Measures our server and others with OpenAI's API: the same weights (gpt2's shape, random), the same client, in turn.
 
 `make bench-servers` sets up what this needs in a folder: a Python with the other servers, the weights, llama.cpp's
 source.
@@ -22,14 +22,14 @@ from warpline.bench.serving.process import Server
 from warpline.bench.serving.run import Asking, measured
 from warpline.serve.address import address_of
 
-#: Requests at once, and how many of them.
+#: Concurrent requests, and the number of requests.
 LOADS = ((1, 4), (8, 16))
 USUAL = Load(prompt=64, new=64)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How a server is started, and which fields it refuses. It sees the folder of the weights as its own."""
+    """How a server is started, and which fields it refuses. It runs in the folder of the weights."""
 
     label: str
     arguments: tuple[str, ...]
@@ -52,10 +52,10 @@ def peers(threads: int) -> list[Peer]:
 
 
 def convert(folder: Path, python: Path) -> None:
-    """The weights as llama.cpp reads them."""
+    """Convert the weights for llama.cpp."""
     config = folder / "gpt2" / "config.json"
     known = json.loads(config.read_text())
-    if "n_ctx" not in known:  # an old name that its script asks for
+    if "n_ctx" not in known:  # an old name that the script needs
         config.write_text(json.dumps(known | {"n_ctx": known["n_positions"]}))
     script = folder / "llama" / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py"
     for kind in ("f32", "q8_0"):
@@ -88,7 +88,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     source = str(Path(__file__).parents[1] / "src")
     os.environ["PYTHONPATH"] = source
-    with contextlib.chdir(folder):  # so that no row has a path in it
+    with contextlib.chdir(folder):  # so that rows contain no paths
         for _ in range(asked.rounds):
             for peer in peers(os.cpu_count() or 1):
                 measure(peer, python, save)

@@ -1,8 +1,8 @@
-"""What clients that leave cost the server, measured on this machine, one part at a time:
+"""Measures what disconnecting clients cost the server, on this machine, one part at a time:
 
     python -m tools.serving aborts|disconnects --save results
 
-How fast it is, `warpline bench serve` says.
+`warpline bench serve` measures the speed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from warpline.bench.serving.process import Server
 
 Row = dict[str, Any]
 MODEL = "stories"
-#: Requests that are called off, of which the first only warm up; clients at once; disconnects that are timed.
+#: Aborted requests that are measured, and those before for warm-up; concurrent clients; disconnects that are timed.
 ABORTS, BEFORE, CLIENTS, TIMED = 10_000, 60_000, 32, 200
 
 
 def request(body: dict[str, Any]) -> bytes:
-    """As it goes over the wire."""
+    """Return the bytes of a request."""
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 
 async def leave(port: int, rng: random.Random) -> None:
-    """Ask for a long text, and go at any moment: while the request is on its way, waits, or is answered."""
+    """Ask for a long text, and disconnect at a random moment: while the request is sent, waits, or is answered."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     body = {"prompt": "Once upon a time", "max_tokens": 500, "n": rng.choice([1, 1, 2]), "stream": rng.random() < 0.7}
     writer.write(request(body)[: None if rng.random() < 0.95 else 60])
@@ -50,7 +50,7 @@ async def leave(port: int, rng: random.Random) -> None:
 
 
 async def fill(port: int) -> None:
-    """As many texts at once as there are slots, until the context ends."""
+    """Generate as many texts at once as there are slots, until the context ends."""
 
     async def write() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -66,7 +66,7 @@ async def fill(port: int) -> None:
 
 
 async def leave_often(port: int, count: int) -> None:
-    """So many, some at a time."""
+    """Let `count` clients leave, some at a time."""
     left = iter(range(count))
 
     async def client(number: int) -> None:
@@ -78,9 +78,9 @@ async def leave_often(port: int, count: int) -> None:
 
 
 def aborts() -> Row:
-    """Resident memory of a server before and behind many aborts, when nothing is under way. Before that every slot of
-    the KV cache has been written to the end, whose memory counts only once it is touched, and oneDNN has met prompts
-    of nearly every number of tokens together, for each of which it keeps code."""
+    """Measure the resident memory of an idle server before and after many aborts. First every slot of the KV cache is
+    written to the end, because memory counts only once it is touched, and oneDNN gets prompts of nearly every total
+    length, because it keeps code for each."""
     with Server(("-m", "warpline", "serve", "--model", MODEL, "--device", "cpu"), patience=60) as server:
         wait_until_healthy(server)
         asyncio.run(fill(server.port))
@@ -106,7 +106,7 @@ def wait_until_empty(port: int) -> None:
 
 
 def metric(port: int, name: str) -> float:
-    """A gauge of the server's."""
+    """Return a gauge of the server."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
@@ -115,8 +115,8 @@ def metric(port: int, name: str) -> float:
 
 
 def disconnects() -> Row:
-    """From a client's leaving to its free slot, alone and beside seven others. The server is in this process, so that
-    the slot can be looked at without asking."""
+    """Time from a client's disconnect to its free slot, alone and beside seven others. The server is in this process,
+    so that the slot can be read directly."""
     llm = LLM(MODEL, device="cpu", dtype="fp32")
     llm.generate([0], SamplingParams(max_tokens=2))
     found: Row = {"kind": "disconnects", "count": TIMED}
@@ -135,12 +135,12 @@ def disconnects() -> Row:
 
 
 def connected(port: int, tokens: int) -> socket.socket:
-    """A stream under way."""
+    """Return the connection of a running stream."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=30)
     body = {"prompt": "Once upon a time", "max_tokens": tokens, "stream": True, "ignore_eos": True}
     connection.sendall(request(body))
     connection.recv(64)
-    if tokens > 500:  # of those that stay: somebody has to read
+    if tokens > 500:  # these stay open, so they must be read
         threading.Thread(target=lambda: [*iter(lambda: read(connection), b"")], daemon=True).start()
     return connection
 
@@ -153,7 +153,7 @@ def read(connection: socket.socket) -> bytes:
 
 
 def left(llm: LLM, port: int) -> float:
-    """Seconds until the slot of a client that leaves is free."""
+    """Return the seconds until the slot of a client that disconnects is free."""
     connection = connected(port, 500)
     free = llm.engine.free
     began = time.perf_counter()

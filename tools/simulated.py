@@ -1,4 +1,4 @@
-"""The simulator, and the server under the very same requests: what docs/scale.md compares. Part of tools/scale.py."""
+"""Runs the simulator and the server with the same requests, for docs/scale.md. Part of tools/scale.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from warpline.serve.run import bound, url_of
 
 Row = dict[str, Any]
 MODEL = "stories"
-#: Lengths as they are drawn for `warpline bench serve --spread`.
+#: Lengths as `warpline bench serve --spread` draws them.
 USUAL = Load(prompt=32, new=32, spread=0.5, context=256)
-#: Shares of the most that one replica does: of the trial that the times are fitted to, and of what is compared; seconds
-#: of each.
+#: Shares of one replica's maximum: of the trial that the times are fitted to, and of the compared loads; seconds of
+#: each.
 TRIAL, SHARES, SECONDS = 0.88, (0.5, 0.8, 0.95), 40.0
 
 
@@ -39,8 +39,8 @@ def asked(load: Load) -> list[Asked]:
 
 
 def load(rounds: int) -> list[Row]:
-    """The server at shares of what it does at most, and the simulator with the same requests. The times are measured in
-    the very process that serves: one sequence takes 4 ms a step in one process and 6 in the next. The client has a
+    """Measure the server at shares of its maximum, and simulate the same requests. The times are measured in the
+    process that serves: a step of one sequence takes 4 ms in one process and 6 in the next. The client is a
     process of its own."""
     llm = LLM(MODEL, device="cpu", dtype="fp32", threads=1)
     llm.generate([0], SamplingParams(max_tokens=2))
@@ -51,7 +51,8 @@ def load(rounds: int) -> list[Row]:
         made = {name: row[name] for name in (*provenance(), "device", "model")}
         most = replace(USUAL, requests=320, concurrency=64)
         full = [client(url, most)]
-        # What a turn costs beyond its steps shows where newcomers end launches; what a request does, where it is alone.
+        # The cost of a turn beyond its steps shows where new requests end launches; that of a request, where it is
+        # alone.
         some = at_rate(TRIAL * full[0]["request_throughput"])
         trial = client(url, some)
         full.append(client(url, most))
@@ -78,7 +79,7 @@ def load(rounds: int) -> list[Row]:
 
 
 def medians(rows: list[Row]) -> Row:
-    """Of every figure of runs that are alike: at 95 % one of them waits ten times as long as another."""
+    """Return the medians of every figure of equal runs: at 95 % load one run waits ten times as long as another."""
     found = dict(rows[0])
     for name, value in found.items():
         if isinstance(value, float):
@@ -92,7 +93,7 @@ def at_rate(rate: float) -> Load:
 
 
 def with_turn(times: Times, load: Load, tpot: float, most: Load, throughput: float) -> Times:
-    """The times with which a load sees such a mean of seconds for a token, and a replica does so much at most."""
+    """Return times with a cost per turn that gives this mean time per token under `load`, and this throughput."""
     low, high = 0.0, 0.05
     for _ in range(12):
         middle = (low + high) / 2
@@ -106,8 +107,8 @@ def with_turn(times: Times, load: Load, tpot: float, most: Load, throughput: flo
 
 
 def fitted(times: Times, most: Load, throughput: float) -> Times:
-    """The times with which a replica does at most what the server did right before a load and right behind it. At 95 %
-    of that two percent more or less make a wait six times as long, and a machine's speed changes by as much."""
+    """Scale the times to the server's maximum throughput right before and after a load. At 95 % of it a change of two
+    percent makes a wait six times as long, and the speed of a machine changes by as much."""
     for _ in range(6):
         by = predicted(times, most)["simulated_output_throughput"] / throughput
         times = replace(
@@ -122,7 +123,7 @@ def fitted(times: Times, most: Load, throughput: float) -> Times:
 
 @contextlib.contextmanager
 def here(llm: LLM) -> Iterator[str]:
-    """A server of this process, in a thread."""
+    """Run a server in a thread of this process."""
     server = UvicornServer(create_app(llm))
     listening = bound("127.0.0.1", 0)
     before = sys.getswitchinterval()
@@ -138,7 +139,7 @@ def here(llm: LLM) -> Iterator[str]:
 
 
 def client(url: str, load: Load) -> Row:
-    """`warpline bench serve`, which sends this."""
+    """Send the load with `warpline bench serve`; return its row."""
     options = {
         "url": url, "label": "straight", "requests": load.requests, "prompt": load.prompt, "new": load.new,
         "spread": load.spread, "context": load.context, "concurrency": load.concurrency, "rate": load.rate,

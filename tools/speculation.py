@@ -1,9 +1,10 @@
-"""What drafts bring on a CPU, on real text: `LLM.generate` without and with them, and transformers' prompt lookup.
+"""Measures what drafts bring on a CPU, on real text: `LLM.generate` without and with them, and transformers' prompt
+lookup.
 
     python -m tools.speculation --dtype fp32,int8 --rounds 5
 
-All take turns, greedy and sampled, with the `stories` model, whose own texts these are: random weights repeat
-themselves, which would flatter drafts. The text must be the same with drafts and without.
+All are run in turn, greedy and sampled, with the `stories` model, which continues these texts: random weights repeat
+themselves, which would favour drafts. The text must be the same with and without drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from warpline import LLM, SamplingParams
 from warpline.bench.methods.hf import as_transformers
 from warpline.model.weights import load
 
-#: Prompts by what they make the model write.
+#: Prompts by the kind of text that follows them.
 TEXTS = {
     "repeated": (
         "Tom likes red. Tom likes blue. Tom likes green. Tom likes",
@@ -43,7 +44,7 @@ TOKENS = 120
 
 
 def main() -> None:
-    """A line for each kind of text."""
+    """Print a line for each kind of text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="fp32,int8")
     parser.add_argument("--rounds", type=int, default=5)
@@ -67,7 +68,7 @@ def main() -> None:
 def measured(
     plain: LLM, drafting: LLM, peer: Any, texts: tuple[str, ...], temperature: float, asked: argparse.Namespace
 ) -> str:
-    """All of them in turns; the first round does not count."""
+    """Time all of them in turn; the first round does not count."""
     params = SamplingParams(max_tokens=TOKENS, temperature=temperature, top_p=1.0, seed=1, ignore_eos=True)
     rounds = []
     for _ in range(asked.rounds + 1):
@@ -97,7 +98,7 @@ def measured(
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what came of it."""
+    """Return the seconds of a call, and its result."""
     begun = time.perf_counter()
     found = call()
     return time.perf_counter() - begun, found
@@ -105,7 +106,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 @torch.no_grad()
 def looked_up(model: Any, ids: torch.Tensor, count: int) -> None:
-    """Greedy text by transformers, in fp32."""
+    """Generate greedy text with transformers' prompt lookup in fp32."""
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0,
         prompt_lookup_num_tokens=count,

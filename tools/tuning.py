@@ -1,4 +1,4 @@
-"""What follows from results/*/tune.jsonl: the table of gains, its picture, and the choices that the package ships."""
+"""The uses of results/*/tune.jsonl: the table of gains, its picture, and the choices that the package ships."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def machines() -> dict[str, list[report.Row]]:
-    """The newest rows of every GPU, by its folder: measured ones first."""
+    """Return the newest rows of every GPU, by its folder, measured ones first."""
     order = list(CATALOG)
     found = {}
     for path in sorted((ROOT / "results").glob("*/tune.jsonl")):
@@ -26,7 +26,7 @@ def machines() -> dict[str, list[report.Row]]:
 
 
 def gains() -> str:
-    """A table for each GPU; of a projection only what differs from the default."""
+    """Return a table for each GPU; for a projection only rows that differ from the default."""
     parts = []
     for machine, rows in machines().items():
         projected = rows[0]["basis"] == choices.PROJECTED
@@ -47,21 +47,21 @@ def _image(machine: str, folder: str = "") -> str:
 
 
 def drawn() -> dict[str, tuple[charts.Drawing, Sequence[report.Row]]]:
-    """The heat maps that the documents show, by file name, and of which rows."""
+    """Return the heat maps that the documents show, by file name, and the rows of each."""
     found = machines().items()
     return {_image(m): (report.heat_map, rows) for m, rows in found if rows[0]["basis"] == choices.MEASURED}
 
 
 def draw() -> None:
-    """Write what is missing or stale."""
+    """Write missing and stale pictures."""
     for name, (figure, rows) in drawn().items():
         if benchmarks.is_stale(name, rows):
             (benchmarks.IMAGES / name).write_bytes(charts.png(figure, rows))
 
 
 def shipped() -> dict[Path, str]:
-    """The files of choices inside the package. Those for code that there is no more are left out: who changes
-    a kernel sees what is lost until it is swept again."""
+    """Return the files of choices inside the package. Choices for code that no longer exists are left out, so that a
+    change to a kernel shows what is lost until it is swept again."""
     gpus = {rows[0]["gpu"]: rows for rows in machines().values()}
     made = {
         gpu: [one for one in report.choices(rows) if one.tunables is not None and not one.is_stale]
@@ -71,7 +71,7 @@ def shipped() -> dict[Path, str]:
 
 
 def ship() -> None:
-    """Write them."""
+    """Write the files of choices."""
     for path, text in shipped().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,10 +1,10 @@
-"""`python -m warpline`, and what the command `warpline` calls."""
+"""`python -m warpline`, and the entry point of the command `warpline`."""
 
 from warpline.cli import interrupt
 
 
 def main() -> None:
-    """Listen for Ctrl-C before anything else, which takes a moment to import."""
+    """Handle Ctrl-C before the slow imports, then run the command line."""
     interrupt.watch()
     try:
         from warpline.cli.main import main as run

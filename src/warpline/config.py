@@ -1,4 +1,4 @@
-"""What can be configured: the model's shape, how to sample, how to run. Frozen and validated on construction."""
+"""All settings: the model's shape, how to sample, how to run. Frozen and validated on construction."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from warpline.errors import ConfigError, ModelError, one_of
 
 #: Storage types and their bytes per element.
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-#: How weights may be stored (int8 has codes, and a scale for each row), what the KV cache then is, and activations.
+#: Bytes per weight by dtype (int8 has codes, and a scale for each row); then the dtypes of KV cache and activations.
 WEIGHT_BYTES = {**DTYPE_BYTES, "int8": 1}
 KV_DTYPES = {**{dtype: dtype for dtype in DTYPE_BYTES}, "int8": "fp16"}
 ACTIVATION_DTYPES = {**KV_DTYPES, "int8": "fp32"}
-#: What the KV cache may be instead: codes, and scales (model/kv_cache.py).
+#: Other dtypes of the KV cache: codes, with scales (model/kv_cache.py).
 KV_CODES = ("int8",)
-#: Half a unit in the last place of each.
+#: Half a unit in the last place of each dtype.
 ROUNDING = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-8}
 DEVICES = ("auto", "cpu", "cuda")
-#: What a row's bits may depend on besides its own tokens (docs/determinism.md).
+#: "batch": a row's bits do not depend on the other rows (docs/determinism.md).
 DETERMINISTIC = ("off", "batch")
-#: Where drafts of further tokens come from: nowhere, or from what the text and earlier ones say (docs/cpu.md).
+#: Source of draft tokens: none, or n-grams of the text and of earlier ones (docs/cpu.md).
 SPECULATE = ("off", "ngram")
 MOST_SPECULATIVE_TOKENS = 7
-#: Activation names of Hugging Face configs, by the function they mean.
+#: Activation names of Hugging Face configs, and the function each means.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -40,7 +40,7 @@ ACTIVATIONS = {
 
 
 def _require(condition: bool, message: str, *values: object) -> None:
-    """Or say why not. A server makes settings for every request: the message is put together when it is needed."""
+    """Raise unless the condition holds. Only then is the message formatted: servers validate every request."""
     if not condition:
         raise ConfigError(message.format(*values) if values else message)
 
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @property
     def eos_number(self) -> int:
-        """The end of text as kernels take it: no token's where there is none."""
+        """Id of the end of text for kernels; -1, which no token has, if there is none."""
         return -1 if self.eos_token_id is None else self.eos_token_id
 
     @property
@@ -136,13 +136,13 @@ class ModelConfig:
         return self.n_embd // self.n_head
 
     def attention_scale(self, layer: int) -> float:
-        """What the scores of `layer` are multiplied with."""
+        """Return the factor of the scores of `layer`."""
         scale = 1 / math.sqrt(self.head_size) if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], source: str) -> ModelConfig:
-        """Read a Hugging Face config.json that was found at `source`."""
+        """Read a Hugging Face config.json; `source` names it in errors."""
         kind = raw.get("model_type")
         if kind != "gpt2":
             raise ModelError(f"{source} is a '{kind}' model, not gpt2: Warpline runs GPT-2-architecture models only")
@@ -155,7 +155,7 @@ class ModelConfig:
             raise ModelError(f"{source}: config.json: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json that `transformers` reads as this model."""
+        """Return the config.json that `transformers` reads as this model."""
         names = [name for name in self.__dataclass_fields__ if name != "window"]
         return {
             "model_type": "gpt2",
@@ -182,13 +182,13 @@ FAMILY: dict[str, tuple[str, ModelConfig]] = {
 }
 
 
-#: Seconds after which a thread that computes in Python lets another one run, where the engine's thread shares the
-#: interpreter with others: what has little to do, often, would wait 5 ms for it each time.
+#: Seconds after which a thread that runs Python yields to another one, set where the engine's thread shares the
+#: interpreter: by default a thread with frequent short work would wait 5 ms each time.
 SWITCH_SECONDS = 1e-4
 
-#: What no sensible request exceeds; a slip of the keyboard gets an answer instead of a full memory.
+#: Upper limits that no sensible request exceeds; a typing mistake raises an error instead of filling the memory.
 MOST = {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1, "top_k": 2**31 - 1, "n": 10_000}
-#: Tokens of a logit_bias.
+#: Most tokens of a logit_bias.
 MOST_BIASES = 1024
 
 
@@ -197,7 +197,7 @@ class SamplingParams:
     """How the next token is drawn, and when to stop.
 
     The order is repetition_penalty, then presence_penalty, frequency_penalty and logit_bias, min_tokens, temperature,
-    top_k, top_p, min_p, as in `transformers` as far as that has them.
+    top_k, top_p, min_p, as in `transformers` for those that it has.
 
     Args:
         max_tokens: New tokens at most; the context may leave room for fewer.
@@ -228,13 +228,13 @@ class SamplingParams:
     min_p: float = 0.0
     #: Above 1, tokens already in the text become less likely.
     repetition_penalty: float = 1.0
-    #: Subtracted from the logit of every token that the completion has already, as OpenAI has it: once,
+    #: As in OpenAI's API: subtracted once from the logits of tokens that the completion already has.
     presence_penalty: float = 0.0
-    #: and for each time that it has it.
+    #: As in OpenAI's API: subtracted from a token's logit for each time that the completion has it.
     frequency_penalty: float = 0.0
     #: Added to the logits of these token ids.
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    #: The same seed gives the same text; None draws a fresh one.
+    #: The same seed gives the same text; None draws a new one.
     seed: int | None = None
     #: Texts that end the completion; they are not part of it.
     stop: Sequence[str] | str = ()
@@ -290,17 +290,17 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Token ids and what is added to their logits."""
+        """Token ids and what is added to their logits, in order of the ids."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
     def require_vocab(self, size: int) -> None:
-        """Refuse biases of tokens that a model does not have."""
-        if self.biases and self.biases[-1][0] >= size:  # they are in order
+        """Raise if a bias is for a token that the model does not have."""
+        if self.biases and self.biases[-1][0] >= size:  # sorted by id
             raise ConfigError(f"logit_bias has token id {self.biases[-1][0]}, outside of the model's vocabulary")
 
     @property
     def adjusts_tokens(self) -> bool:
-        """Whether logits of single tokens are raised or lowered by it."""
+        """Whether it changes logits of single tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
@@ -319,7 +319,7 @@ def _checked_biases(given: Mapping[int, float] | Sequence[tuple[int, float]]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Where and how to run. "auto" picks what is best on this machine and says what it picked.
+    """Where and how to run. "auto" picks what is best on this machine and reports it.
 
     `LLM` takes the same fields as keywords.
 
@@ -339,22 +339,22 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
-    #: "int8": keys and values as codes of a byte; None keeps them as the activations are.
+    #: "int8" stores keys and values as codes of one byte; None stores them in the dtype of activations.
     kv_dtype: str | None = None
     executor: str = "auto"
     #: Attend to this many positions only; None keeps the model's own setting.
     window: int | None = None
-    #: Sequences that run at once; more wait. None takes what fits into the memory that is free.
+    #: Sequences that run at once; more wait. None takes what fits into free memory.
     max_batch: int | None = None
-    #: Threads on a CPU; None takes as many as torch does, and no more than there are cores.
+    #: Threads on a CPU; None takes as many as torch does, at most one per core.
     threads: int | None = None
-    #: "batch": a sequence's text depends neither on what runs beside it nor on how its prompt is cut.
+    #: "batch": a sequence's text depends neither on the batch nor on how its prompt is split.
     deterministic: str = "off"
-    #: "ngram": several tokens a pass where drafts of them are right; the text stays the same.
+    #: "ngram": several tokens per pass where drafts are right; the text stays the same.
     speculate: str = "off"
-    #: Drafts of a sequence in a pass, at most.
+    #: Most drafts of a sequence in a pass.
     speculative_tokens: int = 3
-    #: Whether drafts come from earlier texts as well, from a table that is kept in the cache folder.
+    #: Whether drafts also come from earlier texts, by a table in the cache folder.
     speculative_table: bool = False
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The family of exceptions. Every message says, in one line, what is wrong and what to do."""
+"""The exceptions. Every message says, in one line, what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class WarplineError(Exception):
-    """Anything the user can put right; the command line prints it as one line and exits with 2."""
+    """An error that the user can fix; the command line prints it as one line and exits with 2."""
 
 
 class ConfigError(WarplineError, ValueError):
@@ -19,7 +19,7 @@ class ModelError(WarplineError):
 
 
 class DeviceError(WarplineError):
-    """A device that is missing, too small or lacks what was asked of it."""
+    """A device that is missing, too small or does not support what was requested."""
 
 
 class KernelError(WarplineError):
@@ -27,7 +27,7 @@ class KernelError(WarplineError):
 
 
 def one_of(value: str, choices: Iterable[str], what: str) -> str:
-    """Return `value` if it is among `choices`; otherwise say which choices there are and which one is near."""
+    """Return `value` if it is among `choices`; otherwise raise with all choices and the nearest one."""
     names = list(choices)
     if value in names:
         return value
@@ -35,6 +35,6 @@ def one_of(value: str, choices: Iterable[str], what: str) -> str:
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """A parenthesis naming the closest choice, or nothing."""
+    """Return a parenthesis with the closest choice, or an empty string."""
     close = difflib.get_close_matches(value.lower(), list(choices), n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,6 +1,6 @@
-"""What a GPU or CPU can do: published peaks of known GPUs, and peaks measured on this very machine.
+"""What a GPU or CPU can do: published peaks of known GPUs, and peaks measured on this machine.
 
-A figure nobody knows is None and prints as "n/a"; nothing is guessed.
+An unknown figure is None and prints as "n/a"; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Device:
     spec_bandwidth: float | None = None
     tensor_tflops: float | None = None  # dense fp16 with fp32 accumulation
     fp32_tflops: float | None = None
-    measured_bandwidth: float | None = None  # reading, on this machine
+    measured_bandwidth: float | None = None  # for reading, on this machine
 
     @property
     def limit(self) -> tuple[float, str] | None:
-        """The bandwidth to compare with, and where it comes from: measured before published."""
+        """The bandwidth to compare with, and its source: measured if it is known, else published."""
         if self.measured_bandwidth is not None:
             return self.measured_bandwidth, "measured"
         if self.spec_bandwidth is not None:
@@ -49,20 +49,20 @@ class Device:
         return None
 
     def supports(self, dtype: str) -> bool:
-        """Whether `dtype` can be computed with."""
+        """Whether the device computes in `dtype`."""
         return self.kind != "cuda" or self.arch is None or arch_supports(self.arch, dtype)
 
 
 def wake_gpu(device: str) -> None:
-    """Have the driver set up the GPU that `device` means while torch is imported; the first to use it need not wait the
-    0.3 s then (H200). Where that fails, whoever needs the GPU will say why."""
+    """Start the driver's set-up of the GPU `device` in a thread, while torch is imported: the first use of the GPU then
+    need not wait for 0.3 s (H200). If it fails, the first use will raise."""
     if device != "auto" and not device.startswith("cuda"):
         return
 
     def wake() -> None:
         try:
             driver = ctypes.CDLL("libcuda.so.1")
-        except OSError:  # no driver, so nothing to wake
+        except OSError:  # no driver, so nothing to start
             return
         gpu, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(device.partition(":")[2] or 0)) == 0:
@@ -72,7 +72,7 @@ def wake_gpu(device: str) -> None:
 
 
 def arch_number(arch: str) -> int:
-    """sm_75 → 75, sm_90a → 90, compute_75 → 75."""
+    """Return the number of an arch: sm_75 → 75, sm_90a → 90, compute_75 → 75."""
     return int(arch.partition("_")[2].rstrip("af"))
 
 
@@ -83,7 +83,7 @@ def arch_supports(arch: str, dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArchLimits:
-    """What a multiprocessor of a GPU generation has for its blocks."""
+    """Limits of a multiprocessor of a GPU generation."""
 
     block_shared_bytes: int  # the most that one block can have
     shared_bytes: int
@@ -92,7 +92,7 @@ class ArchLimits:
     registers: int = 65536
 
 
-#: What the kernels are compiled for.
+#: The archs that kernels are compiled for.
 ARCH_LIMITS = {
     "sm_75": ArchLimits(64 << 10, 64 << 10, 1024, 16),
     "sm_80": ArchLimits(163 << 10, 164 << 10, 2048, 32),
@@ -105,13 +105,13 @@ ARCH_LIMITS = {
 
 
 def resident_blocks(arch: str, threads: int, registers: int, shared_bytes: int) -> int:
-    """How many blocks of a kernel a multiprocessor holds at once. With none the kernel cannot be launched at all; a
-    kernel whose blocks wait for one another can have this many blocks per multiprocessor and no more."""
+    """Return how many blocks of a kernel a multiprocessor holds at once. With 0 the kernel cannot be launched at all; a
+    kernel with blocks that wait for one another can have at most this many per multiprocessor."""
     limits = ARCH_LIMITS[arch]
     if shared_bytes > limits.block_shared_bytes:
         return 0
     warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // 256) * 256  # registers are given out to warps in units of 256
+    per_warp = -(-registers * 32 // 256) * 256  # warps get registers in units of 256
     reserved = 0 if arch == "sm_75" else 1024  # of shared memory, in every block
     by_shared = limits.shared_bytes // (shared_bytes + reserved) if shared_bytes + reserved else limits.blocks
     return min(limits.blocks, limits.threads // (warps * 32), limits.registers // (per_warp * warps), by_shared)
@@ -152,11 +152,11 @@ KNOWN_GPUS: tuple[Device, ...] = (
 
 
 def known_gpu(name: str) -> Device | None:
-    """The datasheet entry for a driver's device name ("Tesla V100-SXM2-32GB") or a short one ("t4", "a100")."""
+    """Return the datasheet entry for a driver's device name ("Tesla V100-SXM2-32GB") or a short one ("t4", "a100")."""
     words = _words(name)
     for device in KNOWN_GPUS:
         entry = _words(device.name)
-        # A memory size is no other card, but "Laptop", "Ti" or "D" is: then the figures are unknown.
+        # Another memory size is the same card, but "Laptop", "Ti" or "D" is another one: then the figures are unknown.
         if entry <= words and all(re.fullmatch(r"\d+gb", word) for word in words - entry):
             return device
     return next((device for device in KNOWN_GPUS if words and words <= _words(device.name)), None)
@@ -167,7 +167,7 @@ def _words(name: str) -> set[str]:
 
 
 def describe(device: str) -> Device:
-    """The device that torch calls `device` ("cpu", "cuda", "cuda:1"), with what was measured on it before."""
+    """Return the device that torch calls `device` ("cpu", "cuda", "cuda:1"), with the bandwidth measured earlier."""
     found = _describe_cpu() if device == "cpu" else _describe_gpu(device)
     return replace(found, measured_bandwidth=_load_measured().get(_key(found)))
 
@@ -214,14 +214,14 @@ def _cpu_count() -> int | None:
 
 
 def threads() -> int:
-    """As many as can run at once: what torch uses, and no more than the cores and the quota that this process has."""
+    """Return the threads that can run at once: torch's number, limited by the cores and the quota of this process."""
     import torch
 
     return max(1, min(torch.get_num_threads(), _cpu_count() or 1, _quota()))
 
 
 def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that a container may use, rounded up; without a limit, a large number."""
+    """Return the cores that a container may use, rounded up; a large number without a limit."""
     try:
         allowed, period = path.read_text().split()
         return -(-int(allowed) // int(period))
@@ -230,8 +230,8 @@ def _quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> float:
-    """Read bandwidth of a GPU in GB/s over so much memory: the best of several passes of a matrix-vector product and
-    of a sum, both torch's own. Of a CPU: kernels/cpu/limits.py."""
+    """Return a GPU's read bandwidth in GB/s over so much memory: the best of several passes of torch's matrix-vector
+    product and sum. For a CPU see kernels/cpu/limits.py."""
     import torch
 
     rows = max(1, megabytes * 1_000_000 // (4 * 1024))
@@ -250,7 +250,7 @@ def measure_bandwidth(device: str, megabytes: int = 512, repeats: int = 5) -> fl
 
 
 def driver_version() -> str | None:
-    """The driver's own version, as Linux reports it, or the CUDA version it supports."""
+    """Return the NVIDIA driver's version as Linux reports it; None without a driver."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             words = file.readline().split()
@@ -260,7 +260,7 @@ def driver_version() -> str | None:
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory of `device` that can be allocated now; None where nobody says."""
+    """Return the memory of `device` in bytes that can be allocated now; None if unknown."""
     if device != "cpu":
         import torch
 
@@ -273,7 +273,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def cache_bytes(device: str) -> int | None:
-    """The largest cache of `device`; None where nobody says."""
+    """Return the size of the largest cache of `device` in bytes; None if unknown."""
     if device != "cpu":
         import torch
 
@@ -283,7 +283,7 @@ def cache_bytes(device: str) -> int | None:
 
 
 def current_cpu() -> int:
-    """The CPU that the calling thread runs on; -1 where the system (any but Linux) does not say."""
+    """Return the CPU that the calling thread runs on; -1 if unknown (on any system but Linux)."""
     if (ask := _asks_for_cpu()) is None:
         return -1
     return int(ask())
@@ -295,12 +295,12 @@ def _asks_for_cpu() -> Callable[[], int] | None:
 
 
 def allowed_cpus() -> set[int]:
-    """The CPUs that the calling thread may run on; none where the system does not say."""
+    """Return the CPUs that the calling thread may run on; empty if unknown."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def restrict_to(cpus: set[int]) -> bool:
-    """Have the calling thread run on these alone. Whether the system lets it."""
+    """Restrict the calling thread to these CPUs; return whether the system allows it."""
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
@@ -310,15 +310,15 @@ def restrict_to(cpus: set[int]) -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """What this process has freed goes back to the system, where the C library (glibc) would keep it for later."""
+    """Return freed memory to the system, which the C library (glibc) would keep for later."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
     if trim is not None:
         trim(0)
 
 
 def peak_process_bytes() -> int:
-    """The most memory that this process has taken. Linux's own count: what getrusage says is not less than what the
-    parent had when it started this process."""
+    """Return the peak memory of this process in bytes. It reads Linux's count, because getrusage reports at least what
+    the parent process had when it started this one."""
     status = Path("/proc/self/status")
     if status.exists():
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -330,19 +330,19 @@ def peak_process_bytes() -> int:
 
 
 def clocks(device: str) -> dict[str, int] | None:
-    """Clocks of a GPU in MHz at this moment, of its SMs and its memory; None where nvidia-smi is not there to ask."""
+    """Return the present clocks of a GPU in MHz, of its SMs and its memory; None without nvidia-smi."""
     if device == "cpu" or shutil.which("nvidia-smi") is None:
         return None
     import torch
 
-    properties = torch.cuda.get_device_properties(device)  # its own numbering need not be nvidia-smi's
+    properties = torch.cuda.get_device_properties(device)  # torch's numbering may differ from nvidia-smi's
     query = ["--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits", f"--id=GPU-{properties.uuid}"]
     answer = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, check=False).stdout.split(",")
     return dict(zip(("sm", "memory"), map(int, answer), strict=True)) if len(answer) == 2 else None
 
 
 def cache_dir() -> Path:
-    """Where Warpline keeps what it measured or built: WARPLINE_CACHE_DIR, or a folder in the user's home."""
+    """Return the folder for what Warpline measured or built: WARPLINE_CACHE_DIR, or a folder in the user's home."""
     chosen = os.environ.get("WARPLINE_CACHE_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "warpline"
 
@@ -366,9 +366,9 @@ def _load_measured() -> dict[str, float]:
 
 
 def remember_bandwidth(device: Device, bandwidth: float) -> Device:
-    """Keep a measured bandwidth for later runs and return the device with it.
+    """Store a measured bandwidth for later runs and return the device with it.
 
-    A peak is the best ever seen: a measurement taken while the machine was busy does not lower it.
+    The peak is the best of all runs: a measurement on a busy machine does not lower it.
     """
     path = cache_dir() / "bandwidth.json"
     measured = _load_measured()

@@ -1,7 +1,7 @@
-"""Signs of life of work that turns out to be long: nothing is drawn during the first second.
+"""Progress bars for work that takes long: nothing is drawn during the first second.
 
-A bar stands on standard error, if that is a terminal, and is gone when the work has ended or something is printed. Of
-works within works only the innermost has one.
+A bar is drawn on standard error, if that is a terminal, and removed when the work ends or something is printed. Of
+nested work only the innermost has a bar.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ DELAY_SECONDS = 1.0
 
 
 class Bar:
-    """How far a work is. Call it with what has been done since; without a total it only says for how long."""
+    """The progress of some work. Call it with the amount done since the last call; without a total it shows the
+    time."""
 
     def __init__(self, label: str, total: float | None):
         self._label, self._total, self._done = label, total, 0.0
         self._begun, self._hidden = time.monotonic(), 0
         self._drawn: Progress | None = None
-        self._lock = threading.RLock()  # a timer draws, and whoever works says what is done
+        self._lock = threading.RLock()  # a timer draws while the worker thread reports progress
         self._timer: threading.Timer | None = None
 
     def __call__(self, amount: float) -> None:
-        """So much more is done."""
+        """Add an amount to the work done."""
         self._done += amount
         with self._lock:
             if self._drawn is not None:
                 self._drawn.update(self._drawn.task_ids[0], completed=self._done)
 
     def says(self, label: str) -> None:
-        """What is being done now."""
+        """Change the label."""
         with self._lock:
             self._label = label
             if self._drawn is not None:
@@ -45,7 +46,7 @@ class Bar:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While this is open, the lines belong to whoever prints."""
+        """Remove the bar inside the block, so that lines can be printed."""
         with self._lock:
             self._hidden += 1
             self._erase()
@@ -57,7 +58,7 @@ class Bar:
                 self._draw_later()
 
     def _draw_later(self) -> None:
-        """Now, if the first second has passed; else when it has."""
+        """Draw the bar, now or when the first second has passed."""
         with self._lock:
             if self._hidden or self._drawn is not None:
                 return
@@ -81,7 +82,7 @@ class Bar:
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
-            redirect_stdout=False,  # results go where they are sent, not to where the bar stands
+            redirect_stdout=False,  # results go where they are sent, not to where the bar is
         )
         task = self._drawn.add_task(self._label, total=self._total)
         self._drawn.update(task, completed=self._done)
@@ -102,7 +103,7 @@ _open: list[Bar] = []
 
 @contextmanager
 def progress(label: str, total: float | None = None) -> Iterator[Bar]:
-    """A bar for what is done while this is open."""
+    """Show a bar for the work inside the block."""
     bar = Bar(label, total)
     if sys.stderr is None or not sys.stderr.isatty():
         bar._hidden = 1

@@ -1,4 +1,4 @@
-"""Small files of the user's own that several processes may write at once."""
+"""Small files of the user that several processes may write at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from warpline.errors import ConfigError
 
 
 def slug(name: str) -> str:
-    """A GPU's name, say, as that of a file."""
+    """Return a name, such as a GPU's, as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def update(path: Path, make: Callable[[], str]) -> Path:
-    """Write what `make` returns, which may read the file: meanwhile nobody else writes it."""
+    """Write what `make` returns; it may read the file, and no other process writes it meanwhile."""
     import fcntl
 
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -1,5 +1,5 @@
-"""Tables as text, for a terminal of any width. A figure is never cut: what does not fit is wrapped if it is prose, put
-below its row, or left out as a column, and then said to be."""
+"""Tables as text, for a terminal of any width. Figures are never cut: what does not fit is wrapped if it is prose, put
+below its row, or left out as a column, which a note reports."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 _GAP = "  "
-#: A column of words is wrapped down to so many letters, one with long names or of sentences to as many.
+#: Least width in letters of wrapped columns: of words, of long names, of sentences.
 _WORDS, _NAME, _PROSE = 18, 30, 44
 _FIGURE = re.compile(r"[~+±-]?[\d.,]+(e[+-]?\d+)?(×|[a-zA-Zµ%*†]{0,4}| [a-zA-Zµ%/]{1,4}| %?\*?)?( (loses|same))?|n/a|")
 
 
 def columns() -> int | None:
-    """How wide the output is; None where it is no terminal and nobody says: then a line may be of any length."""
+    """Return the width of the output; None if it is no terminal of known width: then lines may have any length."""
     if sys.stdout is not sys.__stdout__:
         return None
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
 def rule(width: int | None = None) -> int:
-    """How wide prose is set: as the terminal, but not wider than is read with ease."""
+    """Return the width for prose: the terminal's, at most 100 for easy reading."""
     return max(20, min(width or columns() or 100, 100))
 
 
@@ -37,8 +37,8 @@ def drawn(
     prose: str | None = None,
     bold: bool = False,
 ) -> str:
-    """A table no wider than `width`. Columns named in `least` are left out first, in that order, then those to the
-    right; `prose` is one whose sentences may stand below their rows."""
+    """Return a table no wider than `width`. Columns named in `least` are left out first, in that order, then those to
+    the right; `prose` is one with sentences that may be put below their rows."""
     table = [list(titles), *(list(row) for row in rows)]
     shown = list(range(len(titles)))
     right = [i > 0 and all(_FIGURE.fullmatch(row[i]) for row in table[1:]) for i in shown]
@@ -63,7 +63,7 @@ def drawn(
             shown.remove(i)
     widths = list(narrow)
     spare = sum(natural) if width is None else width - sum(narrow[i] for i in shown) - len(_GAP) * (len(shown) - 1)
-    if spare < 0:  # nothing but a name and a figure is left
+    if spare < 0:  # only a name and a figure are left
         widths[shown[0]] = max(1, widths[shown[0]] + spare)
     for i in shown:
         more = min(max(0, spare), natural[i] - narrow[i])
@@ -90,20 +90,20 @@ def drawn(
 def show(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, least: Sequence[str] = (), prose: str | None = None
 ) -> None:
-    """Print one, as wide as the terminal."""
+    """Print a table as wide as the terminal."""
     text = drawn(titles, rows, width=columns(), least=least, prose=prose, bold=sys.stdout.isatty())
     sys.stdout.write(text + "\n")
 
 
 def say(text: str, *, bold: bool = False) -> None:
-    """Print prose, broken between words at the terminal's width; unbroken where there is none."""
+    """Print prose, broken between words at the terminal's width; unbroken without a terminal."""
     if (width := columns()) is not None:
         text = "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
     sys.stdout.write(f"\x1b[1m{text}\x1b[0m\n" if bold and sys.stdout.isatty() else f"{text}\n")
 
 
 def _narrow(cells: Iterable[str]) -> int:
-    """How narrow a column of words can be, if that is possible without breaking one; names may be very long words."""
+    """Return the least width of a column of words without breaking one, within limits for very long words."""
     return max(_WORDS, min(_NAME, max((_cells(word) for cell in cells for word in cell.split()), default=0)))
 
 
@@ -116,5 +116,5 @@ def _cells(text: str) -> int:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """In lines of that width, broken between words, or in a word that is longer."""
+    """Split into lines of that width, between words, or inside a word that is longer."""
     return [text] if _cells(text) <= width else textwrap.wrap(text, width, break_on_hyphens=False)

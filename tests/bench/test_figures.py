@@ -1,4 +1,4 @@
-"""No timing, however noisy, becomes a figure that cannot be."""
+"""However noisy the timings, no impossible figure is reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def whole_row(times: Times, kind: str, new: int) -> dict[str, Any]:
 def test_made_up_timings_give_no_impossible_row(first: list[float], whole: list[float], kind: str, new: int) -> None:
     row = whole_row(Times(Sample(tuple(first)), Sample(tuple(whole))), kind, new)
     assert new == 1 or row.get("first_token_seconds", 0) < row["seconds"] or row["seconds"] == 0
-    assert row.get("us_per_token", 1) > 0 or row["seconds"] < 1e-5  # below what is kept of a figure
+    assert row.get("us_per_token", 1) > 0 or row["seconds"] < 1e-5  # below the precision of a figure
     cells, notes = shown(row), report.notes([row])
     beyond = row.get("percent_of_limit", 0) > 100
     assert cells["% of limit"].endswith("*") == beyond == any(note.startswith("*") for note in notes)
@@ -60,11 +60,11 @@ def test_every_field_of_a_row() -> None:
 
 
 def test_pairs_share_what_the_machine_did() -> None:
-    """Of generations twice as slow in one round, medians of either kind would tell another time."""
+    """If one round is twice as slow, the median over pairs differs from the difference of medians."""
     times = Times(Sample((1.0, 10.0, 10.0)), Sample((2.0, 2.5, 11.0)))
-    assert times.decode is None  # a first token behind the last
+    assert times.decode is None  # a first token after the last
     assert Times(Sample((1.0, 2.0, 1.0)), Sample((3.0, 4.0, 3.0))).decode == 2.0
-    assert Times(Sample((1.0, 2.0, 6.0)), Sample((5.0,))).decode == 3.0  # in a hurry
+    assert Times(Sample((1.0, 2.0, 6.0)), Sample((5.0,))).decode == 3.0  # with little time left
 
 
 def test_rows_measured_before_are_marked_when_shown() -> None:
@@ -86,7 +86,7 @@ def test_codes_of_keys_and_values_count_as_what_they_are(kind: str) -> None:
 
 
 def test_what_a_user_calls_is_what_loses() -> None:
-    """However fast the executor below it is."""
+    """The public call is compared with peers, however fast the executor below it is."""
     found = [asdict(case()) | {"status": "ok", "method": name} for name in ("warpline", "graph", "static-kv-compile")]
     for row, seconds in zip(found, (3.0, 1.0, 2.0), strict=True):
         row["seconds"] = seconds
@@ -96,7 +96,7 @@ def test_what_a_user_calls_is_what_loses() -> None:
 
 
 def test_codes_are_no_loss_of_ours() -> None:
-    """Who is ahead is said of what computes the same."""
+    """A method that computes something else cannot be ahead of ours."""
     shared = {"status": "ok", "workload": "batch", "model": "gpt2", "dtype": "fp16", "batch": 8, "prompt": 16, "new": 9}
     rows = [
         shared | {"method": name, "seconds": s}

@@ -1,4 +1,4 @@
-"""How a climb is measured, with a GPU that is played: what is checked, timed, compared and left out."""
+"""Climbs measured with a fake GPU: what is checked, timed, compared and left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpline.kernels.verify import random_inputs
 
 
 class Played:
-    """What happened: which specs were checked, and with which inputs each call was made."""
+    """Records which specs were checked, and the inputs of each call."""
 
     def __init__(self) -> None:
         self.checked: list[str] = []

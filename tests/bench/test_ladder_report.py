@@ -23,7 +23,7 @@ Row = dict[str, Any]
 def recorded(
     name: str, *, time: str = "2026-01-02T03:04:05", shape: str | None = None, slower: float = 1.0
 ) -> list[Row]:
-    """Rows as a climb leaves them, with made-up times: rungs twice as fast, one that ties, variants that lose."""
+    """Return rows of a climb with made-up times: rungs twice as fast, one that ties, variants that lose."""
     ladder = LADDERS[name]
     origin = {"schema": 1, "time": time, "commit": "c" * 40, "source": "s" * 16, "dirty": False, "gpu": "NVIDIA Test"}
     origin |= {"torch": "2.0", "copy_gb_s": 4000.0, "ladder": name, "shape": shape or ladder.shape_of(ladder.dims)}
@@ -123,7 +123,7 @@ def test_replay(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
     rows = json.loads(out)
     assert {row["shape"] for row in rows} == {"5x7"}
     assert rows[0]["why"] == LADDERS["softmax"].rungs[0].why
-    (tmp_path / "rows.json").write_text(out)  # what --json printed can be shown as well
+    (tmp_path / "rows.json").write_text(out)  # output of --json can be shown as well
     html = tmp_path / "page.html"
     code, out, _ = command(capsys, "--from", str(tmp_path / "rows.json"), "--html", str(html))
     assert (code, "Softmax 5×7" in out, html.exists()) == (0, True, True)

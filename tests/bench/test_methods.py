@@ -1,4 +1,4 @@
-"""What is measured and who: workloads, and methods that answer with the oracle's tokens."""
+"""Workloads, and methods that answer with the oracle's tokens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_methods_agree_with_the_oracle_to_the_token(name: str, batch: int) -> No
 
 
 def test_what_begins_on_the_host_gets_ids_there() -> None:
-    """Ours are timed from ids on the host to tokens there; the others keep prompts where they run."""
+    """Our methods are timed from ids on the host to tokens on the host; the others keep prompts on their device."""
     weights, prompts = load(SMALL), torch.arange(18).view(2, 9)
     made = {name: methods.find(name)(weights, case(batch=2, prompt=9), CPU) for name in ("warpline", "torch", "naive")}
     given = {name: method.given(prompts) for name, method in made.items()}
@@ -87,7 +87,7 @@ def test_what_begins_on_the_host_gets_ids_there() -> None:
 
 
 def test_long_prompts_are_run_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more tokens at once than the executor takes, and with the same result."""
+    """No pass has more tokens than the executor takes, and the result is the same."""
     weights, one = load(SMALL), case(batch=3, prompt=9, new=5)
     prompts = torch.randint(weights.config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(4))
     expected = Naive(weights, one, CPU).generate(prompts, 5)
@@ -155,7 +155,7 @@ def test_other_engines_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "warpline", "hf-sdpa", "ctranslate2", "onnxruntime"])
 def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
-    """A model that says it again and again goes on to the full length."""
+    """A model that repeats the end of text generates to the full length."""
     weights = load("random:n_layer=1,n_head=2,n_embd=64,n_positions=64")
     end = weights.config.eos_token_id
     weights.tensors["wte.weight"][end] += 10 * weights.tensors["ln_f.bias"]

@@ -1,4 +1,4 @@
-"""The engine that computes nothing: it keeps to what the server expects of an engine."""
+"""The engine that computes nothing behaves as the server expects of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mock() -> Iterator[Mock]:
 
 
 def finished(mock: Mock, jobs: list[Job]) -> None:
-    """Run them; every token must have been told of."""
+    """Run the jobs; every token must have been notified."""
     ended = threading.Semaphore(0)
 
     def follow(job: Job) -> None:

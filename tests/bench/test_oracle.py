@@ -1,4 +1,4 @@
-"""What counts as a right token."""
+"""Which tokens count as right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from warpline.model.weights import read_config
 
 
 def test_a_token_that_is_a_little_too_unlikely_is_wrong_in_fp32_and_right_in_bf16() -> None:
-    """The second likeliest token where both are near: rounding of half precision explains it, that of fp32 does not."""
+    """The second likeliest token is close to the likeliest: half precision's rounding explains it, fp32's does not."""
     weights = make_weights(read_config(SMALL))
     model, oracle = make_model(weights), Oracle(weights)
     prompts = torch.randint(weights.config.vocab_size, (200, 6), generator=torch.Generator().manual_seed(3))
@@ -26,5 +26,5 @@ def test_a_token_that_is_a_little_too_unlikely_is_wrong_in_fp32_and_right_in_bf1
     assert not oracle.judge(row, second[None], "fp32").right
     found = oracle.judge(row, second[None], "bf16")
     assert found.right
-    assert found.worst == pytest.approx(float(deficits[nearest]), abs=2e-5)  # logits of one row and of 200 round off
+    assert found.worst == pytest.approx(float(deficits[nearest]), abs=2e-5)  # one row and 200 round differently
     assert found.agreeing == 0

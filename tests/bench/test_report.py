@@ -1,4 +1,4 @@
-"""What becomes of the rows: tables, pictures, comparisons."""
+"""Rows become tables, pictures and comparisons."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_short_calls_are_made_twice_in_a_turn_and_timed_once() -> None:
 
 
 def test_a_turn_begins_when_threads_of_the_one_before_sleep() -> None:
-    """Libraries' threads go on looking for work; whoever comes next would share a core with them."""
+    """Threads of libraries keep looking for work; the next method would share a core with them."""
     threads: list[threading.Thread] = []
     spinning: list[bool] = []
 
@@ -156,10 +156,10 @@ def test_shares_of_time() -> None:
 
     assert budget.share(100, free(10, 10)) == 10 + 80 / 2  # enough for all, and what is left over is divided
     assert budget.share(100, free(90, 90)) == 50
-    assert budget.share(100, free(90, 10, 10)) == 80  # those that need less leave it to the others
+    assert budget.share(100, free(90, 10, 10)) == 80  # cases that need less leave it to the others
     assert budget.share(100, free(10, 90, 90)) == 10
     assert budget.share(0, free(5)) == 0
-    assert budget.share(100, [(10, 90), (60, 90)]) == 10 + 15  # what the other needs at least is kept for it
+    assert budget.share(100, [(10, 90), (60, 90)]) == 10 + 15  # the least that the other case needs is kept
     assert budget.share(50, [(10, 90), (60, 90)]) == 10
 
 
@@ -173,7 +173,7 @@ def test_shares_never_exceed_the_time(found: list[tuple[float, float]], seconds:
 def test_at_best_is_the_limit() -> None:
     config = load("stories").config
     decode = budget.seconds_at_best(case(model="stories", prompt=1, new=101), config, 10.0, 1e9)
-    moved = 77.3e6 - config.vocab_size * (3 * config.n_embd - 12)  # of the LM head a byte for four
+    moved = 77.3e6 - config.vocab_size * (3 * config.n_embd - 12)  # a quarter of the LM head's bytes is read
     assert decode == pytest.approx((77.3e6 + 100 * moved) / 10e9, rel=0.05)  # at 10 GB/s
     prefill = budget.seconds_at_best(case(model="stories", kind="prefill", prompt=256, new=0), config, 1e9, 0.1)
     assert 0.01 < prefill < 0.1
@@ -253,7 +253,7 @@ def test_process_that_fails_says_why() -> None:
 def test_a_window_moves_fewer_bytes() -> None:
     bench = Bench(Settings("cpu", repetitions=3))
     rows: list[Row] = [{}]
-    while not all("gb_s" in row for row in rows):  # it is left out where noise exceeds what was measured
+    while not all("gb_s" in row for row in rows):  # left out where noise exceeds the measurement
         cases = [case(batch=16, prompt=60, window=w) for w in (None, 4)]
         rows = [row for (row,) in bench.run(cases, ["torch"], lambda _: None)]
     moved = [row["gb_s"] * row["us_per_token"] for row in rows]

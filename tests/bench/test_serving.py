@@ -1,4 +1,4 @@
-"""`warpline bench serve` against a server that says and does exactly what a test wants."""
+"""`warpline bench serve` against a server with scripted answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from warpline.serve.address import address_of
 
 pytest.importorskip("uvloop")
 
-#: Writes an answer to a body; True if it then hangs up.
+#: Writes an answer to a body; returns True to close the connection.
 Reply = Callable[[dict[str, Any], Callable[[bytes], object]], bool]
 
 
@@ -50,7 +50,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 def streamed(body: dict[str, Any], write: Callable[[bytes], object]) -> bool:
-    """Two tokens at a time, 10 ms apart, and usage."""
+    """Answer with two tokens at a time, 10 ms apart, and usage."""
     write(HEAD)
     for _ in range(body["max_tokens"] // 2):
         write(chunk(event(choices=[{"index": 0, "text": " a b"}])))
@@ -62,7 +62,7 @@ def streamed(body: dict[str, Any], write: Callable[[bytes], object]) -> bool:
 
 @contextmanager
 def serving(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server on a free port, and the bodies it got."""
+    """Yield a server on a free port, and the bodies it got."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(socketserver.StreamRequestHandler):

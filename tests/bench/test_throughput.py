@@ -36,7 +36,7 @@ def many(**changes: Any) -> Case:
 
 
 class Padded(StaticKV):
-    """The static KV cache without a compiler, which a test would wait for."""
+    """The static KV cache without torch.compile, which would take too long in a test."""
 
     serves = "padded"
 
@@ -73,10 +73,10 @@ def test_padding() -> None:
     assert second.rectangle.shape == (1, 4)
     first, second = batches(asked, 2, 200, ragged=False, fixed=True)
     assert first.rectangle.shape == (2, 2 * MULTIPLE)
-    assert second.rectangle.shape == (2, MULTIPLE)  # as many rows as the batch has
+    assert second.rectangle.shape == (2, MULTIPLE)  # the batch's full number of rows
     assert len(second.asked) == 1
     first, _ = batches(asked, 2, 100, ragged=False, fixed=True)
-    assert first.rectangle.shape == (2, 91)  # no longer than leaves room for the output
+    assert first.rectangle.shape == (2, 91)  # short enough to leave room for the output
     alone, *_ = batches(asked, 2, 75, ragged=True, fixed=False)
     assert [len(prompt) for prompt in alone.prompts] == [5]  # with the next one, 70 + 9 would exceed the context
 
@@ -109,7 +109,7 @@ def test_a_padded_method_knows_its_longest_batch() -> None:
 def test_at_best_however_many_share_a_step() -> None:
     config, one = ModelConfig(), many(batch=64, prompt=225, new=202, dtype="fp16")
     outputs, rows = sum(new for _, new in lengths(one, 1024)), sum(map(sum, lengths(one, 1024)))
-    arithmetic = budget.seconds_at_best(one, config, 1e9, 1.0)  # memory is no limit
+    arithmetic = budget.seconds_at_best(one, config, 1e9, 1.0)  # memory is not the limit
     blocks, head = 2 * 12 * 12 * 768**2, 2 * 768 * 50257
     assert arithmetic == pytest.approx((rows * blocks + outputs * head) / 1e12, rel=0.02)
     memory = budget.seconds_at_best(one, config, 1.0, 1e9)
@@ -147,7 +147,7 @@ def test_padding_does_not_change_what_a_ragged_method_says() -> None:
 
 
 class Slow(Naive):
-    """A method whose speed is known: fastest with four rows."""
+    """A method of known speed, which is fastest with four rows."""
 
     serves = "padded"
     made: list[tuple[int, str]] = []  # noqa: RUF012 - of the test
@@ -229,7 +229,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"requests/s", "lanes", "idle"} <= set(titles)
     cells = dict(zip(titles, lines[1], strict=True))
     assert cells["lanes"] == f"{padded['padded_batch']} padded"
-    assert cells["× peer"] == ""  # the fastest that is not ours is what the others are compared with
+    assert cells["× peer"] == ""  # the fastest peer is what the others are compared with
     assert "requests_per_second" in report.as_csv(list(rows.values())).splitlines()[0]
     assert "12 requests of about 14 + 10 tokens" in report.markdown(list(rows.values()))
 
@@ -275,7 +275,7 @@ def test_without_time_for_repetitions_the_judged_run_counts() -> None:
         return set(throughput._time(served, CPU, Settings("cpu"), budget.Deadline(time.monotonic() + left)))
 
     assert timed(5) == set()
-    assert timed(1000) == {"short"}  # another run of the long one would take all of its part
+    assert timed(1000) == {"short"}  # another run of the long one would take its whole part
 
 
 def test_what_an_engine_says() -> None:
@@ -294,7 +294,7 @@ def test_figures_of_int8_count_its_bytes() -> None:
 
 
 def test_captured_steps_serve_prompts_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With graphs that call what they have captured."""
+    """The graphs here just call what they have captured."""
 
     def captured(work: Callable[[], None], before: Callable[[], None]) -> Any:
         before()

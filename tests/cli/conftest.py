@@ -13,7 +13,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Calls the command in this process; gives exit code, stdout, stderr."""
+    """Return a function that calls the command in this process and returns exit code, stdout, stderr."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as caught:

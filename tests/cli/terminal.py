@@ -1,4 +1,4 @@
-"""Commands in a terminal of a given width, and what stands on its screen at any moment."""
+"""Runs commands in a terminal of a given width, and tells what is on its screen at any moment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PARTS = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b\][^\x07]*\x07|(\r|\n|.)", r
 
 
 class Screen:
-    """Lines of `columns` cells: text, line ends, carriage returns, cursor up, erasing lines; colours are passed over.
-    As tall as it has to be."""
+    """A screen of lines with `columns` cells, as many as needed. It handles text, line ends, carriage returns, cursor
+    up and erased lines; colours are ignored."""
 
     def __init__(self, columns: int):
         self.columns, self._row, self._column = columns, 0, 0
@@ -74,8 +74,7 @@ class Screen:
 def shown(
     *arguments: str, columns: int = 80, environment: Mapping[str, str] | None = None, python: bool = False
 ) -> tuple[int, Screen, str]:
-    """`warpline ARGUMENTS`, or a Python script, in a terminal: exit code, the screen at the end, and all that was
-    written to it."""
+    """Run `warpline ARGUMENTS`, or a Python script, in a terminal; return exit code, final screen and all output."""
     command = [sys.executable, *(() if python else ("-m", "warpline")), *arguments]
     pieces = list(written(command, columns, environment or {}))
     text = "".join(text for _, text in pieces)
@@ -85,10 +84,10 @@ def shown(
 
 
 def written(command: list[str], columns: int, environment: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """What a command writes to a terminal, as it comes, and in the end, behind an empty text, its exit code."""
+    """Yield what a command writes to a terminal as it comes, and at the end, with an empty text, its exit code."""
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    # Terminals say how wide they are; these variables would say something else.
+    # These variables would hide the width of the terminal.
     inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     told = {**inherited, "TERM": "xterm-256color", **environment}
     with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, cwd=ROOT, env=told) as process:
@@ -102,7 +101,7 @@ def written(command: list[str], columns: int, environment: Mapping[str, str]) ->
             if not piece:
                 break
             left += piece
-            text = left.decode("utf-8", errors="ignore")  # a character may come in two pieces
+            text = left.decode("utf-8", errors="ignore")  # a character may arrive in two pieces
             left = left[len(text.encode()) :]
             yield 0, text
     os.close(terminal)

@@ -1,4 +1,4 @@
-"""What `warpline bench` needs is asked for before it measures."""
+"""`warpline bench` checks its requirements before it measures."""
 
 from __future__ import annotations
 

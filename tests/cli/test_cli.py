@@ -1,4 +1,4 @@
-"""The command line as a person meets it, bad input included."""
+"""The command line as its users see it, bad input included."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_help_answers_quickly(slowness: float) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "batch"])
 def test_help_keeps_the_names_of_extras(run: Run, command: str) -> None:
-    """Brackets are markup to the library that prints help."""
+    """The library that prints help reads brackets as markup."""
     code, out, _ = run(command, "--help")
     assert code == 0
     assert "[ray]" in out

@@ -1,4 +1,4 @@
-"""Options mean the same in all verbs, and answer to the names that others give them."""
+"""Options mean the same in all verbs, and other programs' names for them work too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpline.errors import ConfigError
 
 
 def options(*verbs: str) -> dict[str, list[str]]:
-    """The names of each parameter of a verb."""
+    """Return the option names of each parameter of a verb."""
     command = typer.main.get_command(app)
     for verb in verbs:
         command = command.commands[verb]  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ def test_record_and_write_everything(run: Run, tmp_path: Path) -> None:
 
 
 def test_several_methods_in_one_process(run: Run, tmp_path: Path) -> None:
-    """What fails is a line, the others are recorded, and in the end it is an error. The second time says what it
+    """A method that fails prints a line, the others are recorded, and the command fails. The second run reports what it
     replaces."""
     words = ["profile", "torch,graph", "cpu:int8", "--dtype", "fp32", "-m", SMALL, "--device", "cpu", "--context", "8"]
     words += ["--steps", "2", "--phase", "decode", "--save", str(tmp_path)]

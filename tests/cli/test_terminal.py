@@ -1,4 +1,4 @@
-"""What a person sees in a terminal of 80 columns."""
+"""What users see in a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_screen_of_these_tests() -> None:
 
 
 def test_the_first_run(tmp_path: Path) -> None:
-    """Nothing that is drawn while a program is compiled touches the text, and compiling is no part of the speed."""
+    """A bar drawn during compilation does not disturb the text, and compile time does not count as speed."""
     settings = ("--model", SMALL, "--max-new-tokens", "30", "--seed", "1")
     code, first, written = shown("generate", "A frog", *settings, environment={"WARPLINE_CACHE_DIR": str(tmp_path)})
     again, second, _ = shown("generate", "A frog", *settings, environment={"WARPLINE_CACHE_DIR": str(tmp_path)})
@@ -36,7 +36,7 @@ def test_the_first_run(tmp_path: Path) -> None:
     assert "compiled in" in statistics
     assert "compiled in" not in second.text
     rates = [float(re.findall(r"([\d,.]+) tok/s", line)[0].replace(",", "")) for line in (statistics, second.lines[-2])]
-    assert rates[0] > rates[1] / 5  # not the tenth that a compiler's seconds would make of it
+    assert rates[0] > rates[1] / 5  # with the compiler's seconds it would be a tenth
 
 
 @pytest.mark.parametrize("columns", [80, 40])
@@ -64,7 +64,7 @@ main()
 @pytest.mark.parametrize("seconds", [0, 0.3, 0.6, 0.9, 1.2, 1.6, 2.5])
 @pytest.mark.parametrize("arguments", [SLOW, ("profile", "torch", "--phase", "decode")], ids=["generate", "profile"])
 def test_an_interrupt_at_any_moment(arguments: tuple[str, ...], seconds: float) -> None:
-    """While modules are imported, weights made, or tokens written."""
+    """The interrupt comes while modules are imported, weights made, or tokens written."""
     command = [sys.executable, "-c", LISTENING, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)) as process:
         assert process.stdout is not None
@@ -127,7 +127,7 @@ def test_tables_fit(arguments: tuple[str, ...], columns: int) -> None:
 
 
 def test_a_run_of_the_benchmark_fits(tmp_path: Path) -> None:
-    """The bar is gone when a table comes, and the tables have no half figures."""
+    """The bar is removed before a table is printed, and no figure in a table is cut."""
     words = ["bench", "--method", "cpu,torch,naive", "-m", SMALL, "--new", "6,8", "--repetitions", "2"]
     code, screen, _ = shown(*words, "--md", str(tmp_path / "a.md"))
     assert code == 0

@@ -103,7 +103,7 @@ def test_projection_is_saved_and_marked(run: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def imaginary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A GPU that torch believes in, a worker that needs none, and one case."""
+    """A GPU that torch reports, a worker that needs none, and one case."""
     monkeypatch.setenv("WARPLINE_CACHE_DIR", str(tmp_path))
     for name, answer in {"is_available": True, "current_device": 0, "get_device_name": GPU}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)

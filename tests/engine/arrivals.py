@@ -1,4 +1,4 @@
-"""Requests that come and go at random, and what each of them must become: the same as alone."""
+"""Requests that come and go at random; each must give the same as alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from warpline.engine.handle import Handle
 
 @dataclass(slots=True)
 class Arrival:
-    """A request under way."""
+    """A submitted request."""
 
     prompt: list[int]
     params: SamplingParams
@@ -20,7 +20,7 @@ class Arrival:
 
 
 def random_params(rng: random.Random, *, longest: int, sampled: bool = True) -> SamplingParams:
-    """Any settings; half of them greedy."""
+    """Return any settings; half of them are greedy."""
     drawn = sampled and rng.random() < 0.5
     return SamplingParams(
         max_tokens=rng.randint(1, longest),
@@ -41,15 +41,15 @@ def random_params(rng: random.Random, *, longest: int, sampled: bool = True) -> 
 
 
 def random_prompt(rng: random.Random, vocab: int, longest: int) -> list[int]:
-    """Of any length; some begin alike."""
+    """Return a prompt of any length; some share their beginning."""
     common = [1 + i % 7 for i in range(longest)]
     shared = rng.choice([0, 0, rng.randint(0, longest - 1)])
     return common[:shared] + [rng.randrange(vocab) for _ in range(rng.randint(1, longest - shared))]
 
 
 def run_arrivals(llm: LLM, count: int, seed: int, *, longest: int, sampled: bool = True) -> list[Arrival]:
-    """Submit `count` requests while turns are taken, cancel some, and finish. The engine's own thread is kept out, so
-    that a seed is a history."""
+    """Submit `count` requests between turns, cancel some, and finish. The engine's own thread is not used, so that a
+    seed determines the history."""
     rng, arrivals = random.Random(seed), list[Arrival]()
     engine, vocab = llm.engine, llm.config.vocab_size
     llm._worker.wake = lambda: None  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def run_arrivals(llm: LLM, count: int, seed: int, *, longest: int, sampled: bool
 
 
 class Alone:
-    """What completions are where nothing else runs; those that come again are known."""
+    """Computes completions where nothing else runs, and caches them."""
 
     def __init__(self, llm: LLM):
         self._llm, self._known = llm, dict[tuple[tuple[int, ...], SamplingParams], Completion]()
@@ -82,7 +82,7 @@ class Alone:
 
 
 def check_alone(alone: Alone, arrivals: list[Arrival]) -> int:
-    """How many completions are not what they are alone; one that was cancelled must be the beginning of it."""
+    """Return how many completions differ from those computed alone; a cancelled one must be a beginning of it."""
     return sum(not _agrees(arrival, alone.complete(arrival.prompt, arrival.params)) for arrival in arrivals)
 
 

@@ -1,4 +1,4 @@
-"""An executor run to the end without an engine around it."""
+"""Runs an executor to the end without an engine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from warpline.engine.slots import Slots
 
 
 def spans(slots: Slots, lanes: Sequence[int]) -> list[Span]:
-    """The whole prompt of each of these slots, and its first token."""
+    """Return spans of whole prompts with a first token for each of these slots."""
     return [Span(slot, 0, len(slots.request(slot).prompt), (slot,)) for slot in lanes]
 
 
 def news(slots: Slots, lanes: Sequence[int]) -> list[list[int]]:
-    """Tokens that these slots have got since the last report."""
+    """Return the tokens of these slots since the last report."""
     found = slots.report(lanes, slots.capacity).wait()
     return [row[:count].tolist() for row, count in zip(found.tokens, found.counts.tolist(), strict=True)]
 
 
 def run(executor: Executor, requests: Sequence[Request], slots: Slots | None = None, chunk: int = 7) -> list[list[int]]:
-    """The new tokens of each request: all admitted at once, prompts run whole, then `chunk` steps at a time."""
+    """Return the new tokens of each request: all admitted at once, prompts run whole, then `chunk` steps at a time."""
     slots = slots or executor.allocate(len(requests), max(request.limit for request in requests))
     lanes = slots.admit(requests)
     executor.prefill(slots, spans(slots, lanes))

@@ -1,4 +1,4 @@
-"""What `auto` does where the persistent executor cannot run; the kernels executor, which runs anywhere, plays graph."""
+"""`auto` where the persistent executor cannot run; the kernels executor, which runs anywhere, replaces graph."""
 
 from __future__ import annotations
 

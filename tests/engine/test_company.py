@@ -1,4 +1,4 @@
-"""Executors on slots: whatever runs beside it, and in whatever parts its prompt is run, a sequence becomes the same."""
+"""Executors on slots: a sequence does not depend on its neighbours, nor on how its prompt is split."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
     activation_function="gelu_new",
 )
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-#: Of every stage of sampling some.
+#: Settings that use every stage of sampling.
 SETTINGS = [
     GREEDY,
     SamplingParams(temperature=0),
@@ -79,7 +79,7 @@ def requests(rng: random.Random, count: int, *, logprobs: bool = False) -> list[
 
 
 def live(executor: Executor, asked: list[Request], rng: random.Random, count: int) -> list[list[int]]:
-    """The new tokens of each, admitted when there is room and run in parts, with the others or without them."""
+    """Return the new tokens of each request, admitted when there is room and run in parts, alone or together."""
     slots = executor.allocate(count, CAPACITY)
     waiting, filled, holder = list(range(len(asked))), dict[int, int](), dict[int, int]()
     found: list[list[int]] = [[] for _ in asked]
@@ -133,7 +133,7 @@ def test_both_executors_agree(window: int | None) -> None:
 @pytest.mark.parametrize("length", [1, 9, 45])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_completions_of_one_prompt_share_its_run(name: str, dtype: str, length: int, logprobs: int | None) -> None:
-    """The first token of each from the same logits, with settings and noise of its own; beside another prompt."""
+    """The first tokens come from the same logits, with settings and noise of their own, beside another prompt."""
     its, rng = executor(name, dtype), random.Random(length)
     prompt = ids(rng, length)
     asked = [Request(ids(rng, 12), GREEDY, 9, 0, 30)]
@@ -179,7 +179,7 @@ def test_a_prompt_goes_on_behind_what_another_began(name: str, dtype: str, commo
 @pytest.mark.parametrize("name", ["torch", "cpu"])
 @torch.no_grad()
 def test_logprobs_of_given_tokens(name: str) -> None:
-    """Against the model without a cache; one beside it wants none."""
+    """They equal those of the model without a cache; the sequence beside it requests none."""
     its, rng, model = executor(name, "fp32"), random.Random(8), make_model(weights())
     params = SamplingParams(temperature=0, ignore_eos=True, logprobs=4)
     asked = [Request(ids(rng, 9), params, 0, 0, 30, ids(rng, 21)), Request(ids(rng, 33), GREEDY, 0, 0, 50)]

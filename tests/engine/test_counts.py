@@ -1,4 +1,4 @@
-"""What an engine counts, and where its limits are."""
+"""The counters of an engine, and its limits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_steps_are_those_of_the_longest_row(llm: LLM) -> None:
 
 
 def test_a_text_that_just_fits_is_scored(llm: LLM) -> None:
-    most = llm.config.n_positions - 2  # an end before it and one behind
+    most = llm.config.n_positions - 2  # one end of text before it and one after it
     text = " the" * most
     assert len(Tokenizer.gpt2().encode(text)) == most
     assert llm.score([text]).tokens == most + 1
@@ -87,7 +87,7 @@ def test_what_the_command_says_of_times_adds_up(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_context_longer_than_a_hidden_row() -> None:
-    """The scores of a head need as much room as there are positions."""
+    """A head needs as many scores as there are positions."""
     weights = make_weights(ModelConfig(n_layer=1, n_head=2, n_embd=8, n_inner=8, n_positions=300, vocab_size=50))
     params = SamplingParams(temperature=0, ignore_eos=True)
     asked = [Request([3, 1, 4] * size, params, 0, i, 3 * size + 90) for i, size in enumerate((66, 1))]

@@ -1,4 +1,4 @@
-"""The cpu executor: torch's tokens in fp32 whatever the settings, and right ones from smaller weights."""
+"""The cpu executor: torch's tokens in fp32 whatever the settings, and right tokens from smaller weights."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_half_precision_is_judged_right(dtype: str) -> None:
 
 
 def test_int8_follows_its_own_weights_exactly() -> None:
-    """What int8 loses it loses when weights are rounded: computed in float32, the rounded ones give the same tokens."""
+    """Only the rounding of weights loses precision: computed in float32, the rounded weights give the same tokens."""
     small = load(SMALL, dtype="int8")
     asked = requests(small, [12, 5], 25)
     expected = run(create("torch", dequantised(small, torch.float32), CPU, "fp32"), asked)
@@ -128,7 +128,7 @@ def test_int8_follows_its_own_weights_exactly() -> None:
 
 
 def test_int8_predicts_as_well_as_fp32() -> None:
-    """From a file, whose matrices lie the other way round."""
+    """From a file, which stores matrices transposed."""
     texts = held_out()[:8]
     plain, small = (LLM(device="cpu", dtype=dtype, executor="cpu").score(texts) for dtype in ("fp32", "int8"))
     assert small.perplexity == pytest.approx(plain.perplexity, rel=0.01)
@@ -149,7 +149,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 def test_a_team_larger_than_the_machine_ends_and_agrees() -> None:
-    """Threads that must wait for a core sleep; those that run take all the work there is."""
+    """Threads without a core sleep; the running ones do all the work."""
     weights = load(SMALL)
     asked = requests(weights, [5, 9], 30)
     expected = run(create("torch", weights, CPU, "fp32"), asked)
@@ -188,7 +188,7 @@ def test_int8_models_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(load(folder).tensors["wte.weight"], Matrix(codes, scale).plain())
     assert (stored_dtype(folder), stored_dtype(str(file)), stored_dtype(SMALL)) == ("int8", "int8", None)
     assert LLM(folder, device="cpu").dtype == "int8"
-    with pytest.raises(OSError, match=r"model\.safetensors"):  # no other program takes codes for weights
+    with pytest.raises(OSError, match=r"model\.safetensors"):  # no other program reads codes as weights
         AutoModelForCausalLM.from_pretrained(folder)
     stored = load_file(file)
     for lost in ("transformer.wte.weight", "transformer.wte.weight.scale"):
@@ -205,8 +205,8 @@ def test_int8_models_are_stored_and_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_what_int8_takes_of_memory() -> None:
-    """In a process of its own: weights, cache and 300 MB more than torch itself, and nothing of the float32
-    weights. What making them took goes back."""
+    """In a process of its own: weights, cache and 300 MB more than torch itself, and no float32 weights. The memory for
+    making them is returned."""
     words = (
         "import torch; from warpline import LLM, SamplingParams;"
         "from warpline.hardware import peak_process_bytes as peak;"
@@ -285,7 +285,7 @@ def test_a_call_is_made_once_for_any_lanes() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_a_halted_launch_ends_behind_its_step(threads: int, logprobs: int | None) -> None:
-    """And what comes of the sequence does not depend on it."""
+    """The result of the sequence does not depend on the halt."""
     weights = load(SMALL)
     executor = CpuExecutor(weights, CPU, "fp32", threads=threads)
     asked = requests(weights, [4, 9], 20, replace(GREEDY, logprobs=logprobs))
@@ -295,7 +295,7 @@ def test_a_halted_launch_ends_behind_its_step(threads: int, logprobs: int | None
     executor.halt(slots, True)
     executor.decode(slots, lanes, 5)
     found = news(slots, lanes)
-    assert [len(tokens) for tokens in found] == [2, 2]  # the prompt's, and one step's
+    assert [len(tokens) for tokens in found] == [2, 2]  # one from the prompt and one from a step
     executor.halt(slots, False)
     executor.decode(slots, lanes, 18)
     assert [a + b for a, b in zip(found, news(slots, lanes), strict=True)] == run(executor, asked)

@@ -1,4 +1,4 @@
-"""On a CPU the bits of a row depend on its own tokens alone (`deterministic="batch"`), op by op and through `LLM`."""
+"""On a CPU the bits of a row depend only on its own tokens (`deterministic="batch"`), op by op and through `LLM`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from warpline.kernels.cpu.quanta import MOST, rounded
 
 MODEL = "random:n_layer=3,n_head=4,n_embd=80,n_positions=160,vocab_size=601"
 DTYPES = ("fp32", "fp16", "bf16", "int8")
-#: A dtype of weights, and how the matrix lies: by rows, or in panels for a CPU whose vectors are wide or narrow.
+#: A dtype of weights, and the matrix layout: rows, or panels for a CPU with wide or narrow vectors.
 Kind = tuple[str, str]
 
 
@@ -42,8 +42,8 @@ def seen(completion: Completion) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_texts_are_the_same_in_any_company(dtype: str) -> None:
-    """Alone, and in batches of any size that come and go, with prompts in chunks and prompts that begin alike, with any
-    number of threads: tokens and log-probabilities to the bit."""
+    """Alone, and in batches of any size with sequences that come and go, chunked prompts, shared beginnings and any
+    number of threads: tokens and log-probabilities are equal to the bit."""
     rng = random.Random(5)
     llm = LLM(MODEL, device="cpu", dtype=dtype, deterministic="batch", max_batch=48)
     vocab, shared = llm.config.vocab_size, [rng.randrange(600) for _ in range(70)]
@@ -80,7 +80,7 @@ def test_models_of_any_shape_with_any_number_of_threads(
     heads: int, head_size: int, layers: int, vocab: int, dtype: str, threads: int, window: int | None,
     lengths: list[int], seed: int,
 ) -> None:  # fmt: skip
-    """Tokens and log-probabilities, prompts cut anywhere; in float32 they are the torch executor's."""
+    """Tokens and log-probabilities are equal wherever prompts are split; in float32 they are the torch executor's."""
     shape = f"n_layer={layers},n_head={heads},n_embd={heads * head_size},n_positions=160,vocab_size={vocab}"
     model = f"random:{shape},seed={seed}"
     rng, params = random.Random(seed), SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, logprobs=2)
@@ -102,7 +102,7 @@ def test_models_of_any_shape_with_any_number_of_threads(
 
 
 def multiplied(kind: Kind, weights: Tensor, x: Tensor, **more: Any) -> Tensor:
-    """All products of rows, by the functions that decoding is made of. `more`: bias, scales, what y is before."""
+    """Return the products of rows by the functions that decoding uses. `more`: bias, scales, earlier values of y."""
     dtype, form = kind
     (outputs, inputs), rows = weights.shape, len(x)
     held = weights if form == "rows" else in_panels(weights)
@@ -164,14 +164,14 @@ SHAPES = given(st.integers(1, 1100), st.integers(1, 70), st.integers(1, 40), st.
 def test_a_row_of_a_product_has_the_same_bits_beside_any_others(
     dtype: str, form: str, inputs: int, outputs: int, rows: int, others: int, seed: int
 ) -> None:
-    """And is right, within the rounding of a sum of so many terms."""
+    """The product is right within the rounding of a sum of that many terms."""
     generator = torch.Generator().manual_seed(seed)
     weights = (20 * torch.randn(outputs, inputs, generator=generator)).to(FLOATS[dtype])
     x, bias = torch.randn(rows + others, inputs, generator=generator), torch.randn(outputs, generator=generator)
     before = 9 * torch.randn(rows + others, outputs, generator=generator)
     found = multiplied((dtype, form), weights, x, bias=bias, y=before)
     assert found[others:].equal(multiplied((dtype, form), weights, x[others:], bias=bias, y=before[others:]))
-    if form == "narrow":  # one order on all CPUs
+    if form == "narrow":  # the same order on all CPUs
         assert found.equal(multiplied((dtype, "wide"), weights, x, bias=bias, y=before))
     exact = x.double() @ weights.double().T + bias + before
     size = x.double().abs() @ weights.double().abs().T + bias.abs() + before.abs()
@@ -183,7 +183,7 @@ def test_a_row_of_a_product_has_the_same_bits_beside_any_others(
 def test_codes_have_the_same_bits_beside_any_others_on_any_cpu(
     inputs: int, outputs: int, rows: int, others: int, seed: int
 ) -> None:
-    """And is right, within half a quantum of x for every code."""
+    """Every code is right within half a quantum of x."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(-128, 128, (outputs, inputs)).astype(np.int8)
     scales = rng.uniform(0.5, 2, outputs).astype(np.float32)
@@ -200,7 +200,7 @@ def test_codes_have_the_same_bits_beside_any_others_on_any_cpu(
 
 
 def test_the_largest_sums_of_codes_do_not_overflow() -> None:
-    """All codes -128 and all of x at its largest quantum, in runs that are full."""
+    """All codes are -128 and all of x at its largest quantum, in full runs."""
     codes, x = torch.full((33, 4 * RUN + 3), -128, dtype=torch.int8), torch.full((7, 4 * RUN + 3), -3.0)
     for form in ("wide", "narrow"):
         found = multiplied(("int8", form), codes, x)
@@ -217,7 +217,7 @@ def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
     assert found[::2].numpy() == pytest.approx(70, rel=1e-5)
 
 
-#: A program for this CPU as if its vectors were of 32 bytes, and the text of its machine code.
+#: Compiles a program as for a CPU with vectors of 32 bytes, and prints its machine code.
 _NARROW = """
 import sys
 from pathlib import Path
@@ -251,7 +251,7 @@ print("zmm" in texts[0], "ymm" in texts[0])
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="vectors of 32 and 64 bytes are x86's")
 @pytest.mark.parametrize(("dtype", "cached"), [("fp32", "fp32"), ("int8", "fp16")])
 def test_a_cpu_without_avx_512(dtype: str, cached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code for it writes the same tokens."""
+    """Code for such a CPU writes the same tokens."""
     if "+avx2" not in machine.features():
         pytest.skip("this CPU has no vectors of 32 bytes")
     file = tmp_path / "x.o"
@@ -270,7 +270,7 @@ def test_a_cpu_without_avx_512(dtype: str, cached: str, tmp_path: Path, monkeypa
 
 
 def test_log_probabilities_are_those_of_the_logits() -> None:
-    """Against float64, and the likeliest in order."""
+    """They equal those of float64, with the likeliest in order."""
     llm = LLM(MODEL, device="cpu", dtype="fp32")
     completion = llm.generate([5, 9, 2], SamplingParams(max_tokens=6, temperature=0, logprobs=5, ignore_eos=True))[0]
     slots = llm.engine._allocated()

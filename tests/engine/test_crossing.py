@@ -1,4 +1,4 @@
-"""Requests into slots and tokens out of them: by numpy, by torch and by our ops' references, the same."""
+"""Requests into slots and tokens out of them: numpy, torch and our ops' references give the same results."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_a_slot_is_what_its_request_says(kind: type) -> None:
             if p.adjusts_tokens:
                 assert slots.bias[slot].tolist() == pytest.approx([dict(p.biases).get(t, 0.0) for t in range(97)])
                 assert not slots.counts[slot].any()
-                slots.counts[slot] = 3  # as if it had run
+                slots.counts[slot] = 3  # as after a run
             assert slots.tokens[slot, :known].tolist() == [*request.prompt, *request.forced][:known]
             before[slot] = slots.integers[:, slot].tolist()
-        for slot in before:  # what was admitted before is as it was
+        for slot in before:  # requests admitted earlier are unchanged
             assert slots.integers[:, slot].tolist() == before[slot]
         for slot in rng.sample(list(before), rng.randint(1, len(before))):
             slots.release(slot)
@@ -83,7 +83,7 @@ def test_all_ways_draw_the_same_noise() -> None:
     assert len({tuple(row[:5]) for row in noise[0]}) == len(asked)
     again = make(HostCrossing, count=7)
     again.admit(asked[:1])
-    other = again.admit(asked[1:2])[0]  # another slot, another company
+    other = again.admit(asked[1:2])[0]  # another slot, other neighbours
     assert again.noise[other, : asked[1].limit].tolist() == noise[0][1]
 
 
@@ -100,14 +100,14 @@ def test_a_report_says_what_is_new(kind: type) -> None:
     assert news.counts.tolist() == [3, 0, 1]
     assert news.flags.tolist() == [0, NOT_FINITE, DONE]
     assert [row[:n].tolist() for row, n in zip(news.tokens, news.counts, strict=True)] == [[7, 8, 9], [], [6]]
-    assert slots.report(lanes, 10).wait().counts.tolist() == [0, 0, 0]  # once
+    assert slots.report(lanes, 10).wait().counts.tolist() == [0, 0, 0]  # reported once
     slots.length[lanes[0]] = 6
     slots.tokens[lanes[0], 5] = 4
     first, second, third = (slots.report(lanes[:1], 4) for _ in range(3))  # read in any order
     assert third.wait().counts.tolist() == [0]
     assert second.wait().counts.tolist() == [0]
     assert first.wait().tokens[0, 0] == 4
-    if kind is not HostCrossing:  # nothing on a CPU ends itself
+    if kind is not HostCrossing:  # on a CPU no sequence ends itself
         slots.fault.fill_(1)
         assert slots.report(lanes, 4).wait().flags[0] & FAULT
 
@@ -130,7 +130,7 @@ def test_more_than_fit_or_no_ids_are_refused_and_change_nothing() -> None:
         slots.admit([fine, Request(["?"], SamplingParams(), 0, 0, 5)])  # type: ignore[list-item]
     assert slots.free == 2
     assert slots.admit([]) == []
-    for _ in range(3):  # always the lowest, whatever the order in which they are given back
+    for _ in range(3):  # always the lowest, in whatever order they are released
         assert slots.admit([fine, fine]) == [0, 1]
         slots.release(0)
         slots.release(1)

@@ -1,4 +1,4 @@
-"""Two executors side by side: no difference where there is none, and the right op named where there is one."""
+"""`warpline diff`: no difference between equal executors, and the right op named otherwise."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_bits_that_do_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("op", ["h.0.qkv", "h.1.middle", "logits"])
 def test_the_first_op_that_depends_on_the_batch_is_named(op: str) -> None:
-    """One that is off by the least that there is, among three and more, in the last row."""
+    """One value in the last of three or more rows is off by the least possible amount."""
 
     class Company(KernelsExecutor):
         def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, torch.Tensor]:

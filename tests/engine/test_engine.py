@@ -1,4 +1,4 @@
-"""`LLM` from the outside: against `transformers`, batched against alone, and the ways a text can end."""
+"""`LLM` from the outside: compared with `transformers`, batched compared with alone, and the ways a text can end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = ModelConfig(n_layer=3, n_head=4, n_embd=64, n_positions=160)
 
 @pytest.fixture(scope="module", params=[1, 3, 8], ids=lambda chunk: f"chunk{chunk}")
 def llm(request: pytest.FixtureRequest) -> LLM:
-    """One model, looked at by the host after every token, or less often as on a GPU."""
+    """One model, whose tokens the host reads after every step, or less often as on a GPU."""
     model = LLM(SMALL)
     model.engine.scheduler.chunk = model.engine.scheduler.most_steps = request.param
     return model
@@ -36,7 +36,7 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 @pytest.fixture(params=["cpu", "torch"])
 def sharp(request: pytest.FixtureRequest, save_folder: Callable[[Weights], Path]) -> tuple[LLM, Weights]:
-    """A model whose greedy choices are clear, loaded from a folder."""
+    """A model with clear greedy choices, loaded from a folder."""
     weights = make_weights(CONFIG)
     return LLM(str(save_folder(weights)), device="cpu", executor=request.param), weights
 
@@ -47,7 +47,7 @@ def random_prompts(count: int, longest: int, vocab: int = 50257, seed: int = 0) 
 
 
 def test_greedy_equals_transformers(sharp: tuple[LLM, Weights]) -> None:
-    """50 prompts of unequal length × 100 tokens, ours in batches, theirs one by one."""
+    """50 prompts of unequal length × 100 tokens: ours in batches, those of transformers one by one."""
     llm, weights = sharp
     prompts = random_prompts(50, 59)
     ours = llm.generate(prompts, replace(GREEDY, max_tokens=100))
@@ -60,7 +60,7 @@ _theirs: list[list[int]] = []
 
 
 def _continued(weights: Weights, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers writes, kept for the next executor."""
+    """Return the continuation by transformers, cached for the next executor."""
     hf = hf_model(weights)
     for prompt in prompts[len(_theirs) :]:
         found = hf.generate(
@@ -140,7 +140,7 @@ def test_seed(llm: LLM) -> None:
     assert draw(1) == draw(1)
     assert len({draw(1), draw(2), draw(None), draw(None)}) == 4
     (free,) = llm.generate("Once", SamplingParams(temperature=1.0, max_tokens=20))
-    assert draw(free.seed) == free.text  # the seed that was drawn is told
+    assert draw(free.seed) == free.text  # the drawn seed is reported
 
 
 def test_n(llm: LLM) -> None:
@@ -176,7 +176,7 @@ def test_streams_do_not_disturb_each_other(llm: LLM) -> None:
         woven[0] += one
         woven[1] += two
         llm.generate("Something else", SamplingParams(max_tokens=2))
-    # zip took one piece from the first stream too many if the second ended before it.
+    # zip would take one piece too many from the first stream if the second ended before it.
     assert expected[0].startswith(woven[0])
     assert expected[0].endswith("".join(first))
     assert woven[1] + "".join(second) == expected[1]
@@ -207,7 +207,7 @@ def test_stop_text_that_only_seems_to_begin(llm: LLM) -> None:
 
 
 def test_end_of_text_and_min_tokens(save_folder: Callable[[Weights], Path]) -> None:
-    """A model that likes nothing better than to stop."""
+    """The model's likeliest token is the end of text."""
     weights = make_weights(CONFIG)
     weights.tensors["wte.weight"][50256] = 0
     weights.tensors["ln_f.bias"][:] = 1
@@ -220,7 +220,7 @@ def test_end_of_text_and_min_tokens(save_folder: Callable[[Weights], Path]) -> N
     (later,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30, min_tokens=4))
     assert len(later.token_ids) == 5
     assert later.token_ids[-1] == 50256
-    assert later.timings.decode_steps == 4  # what comes behind the end is no step
+    assert later.timings.decode_steps == 4  # steps after the end do not count
     (never,) = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     assert never.finish_reason == "length"
     assert len(never.token_ids) == 30
@@ -256,7 +256,7 @@ def test_logprobs(sharp: tuple[LLM, Weights]) -> None:
 
 
 def test_logprobs_of_a_row_that_ends_at_the_last_slot(llm: LLM) -> None:
-    """While its neighbour goes on, what stands in the last slot must stay as it is."""
+    """While its neighbour continues, its last slot must stay unchanged."""
     params = SamplingParams(temperature=0, max_tokens=80, logprobs=2, ignore_eos=True)
     long, short = random_prompts(1, 1)[0] * 93, random_prompts(1, 1, seed=4)[0] * 10
     together = llm.generate([long, short], params)
@@ -388,7 +388,7 @@ def test_wrong_settings() -> None:
 
 
 def test_bf16_on_a_gpu_that_lacks_it_is_refused() -> None:
-    """There is no such GPU here; its datasheet entry is enough to be refused by."""
+    """No such GPU is available; its datasheet entry is enough for the refusal."""
     turing = hardware.known_gpu("t4")
     assert turing is not None
     with pytest.raises(DeviceError, match=r"Tesla T4 \(sm_75\) cannot compute in bf16.*use fp16 or fp32"):

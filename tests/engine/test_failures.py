@@ -1,4 +1,4 @@
-"""A GPU that fails in the middle of a request."""
+"""A GPU that fails during a request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_gpu_that_fails_is_one_line_and_the_next_request_works(
 
 
 def test_a_launch_that_ended_itself_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the persistent kernel's watchdog does; here the kernels executor plays it."""
+    """The persistent kernel's watchdog does this; here the kernels executor simulates it."""
     llm = LLM(SMALL, device="cpu", executor="kernels")
     params = SamplingParams(temperature=0, max_tokens=8)
     expected = llm.generate("A frog", params)[0].text

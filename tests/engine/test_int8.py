@@ -1,5 +1,4 @@
-"""int8 weights by our kernels' references: the table says what runs, and the tokens are those of the numbers that the
-codes stand for."""
+"""int8 weights by our kernels' references: the table lists what runs; tokens are those of dequantised weights."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ def test_few_rows_read_codes(rows: int) -> None:
 
 
 def expansions(steps: list[OpCall]) -> list[str]:
-    """What is expanded, in order; each is read by the next op, and nothing else is."""
+    """Return what is expanded, in order; only the next op reads each expansion."""
     found = []
     for step, following in itertools.pairwise(steps):
         plain = [name for name in following.inputs if name.endswith(EXPANDED) or name == "padded_head.weight"]

@@ -1,4 +1,4 @@
-"""Sequences that join and leave: each becomes what it is alone, whatever it is batched with."""
+"""Sequences that join and leave: each gives the same as alone, whatever it is batched with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def alone() -> Alone:
 @pytest.mark.parametrize(("executor", "count"), [("cpu", 300), ("torch", 300), ("kernels", 40)])
 @pytest.mark.parametrize(("budget", "ahead"), [(9, True), (2048, False), (2048, True)])
 def test_random_arrivals(executor: str, count: int, budget: int, ahead: bool, alone: Alone) -> None:
-    """With prompts in chunks of nine tokens as well, and with the next turn launched before the last is known."""
+    """Also with prompts in chunks of nine tokens, and with the next turn launched before the last has ended."""
     llm = make(executor)
     planner = llm.engine.scheduler
     planner.prompt_tokens, planner.overlaps = budget, ahead
@@ -47,7 +47,7 @@ def test_random_arrivals(executor: str, count: int, budget: int, ahead: bool, al
 
 
 class Machine(RuleBasedStateMachine):
-    """The same, in histories that hypothesis makes and shortens."""
+    """The same in histories that hypothesis generates and shortens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(ahead=st.booleans())
     def launch_ahead(self, ahead: bool) -> None:
-        """As a GPU has it, or not."""
+        """With the next turn launched ahead, as on a GPU, or not."""
         self.llm.engine.scheduler.overlaps = ahead
 
     @rule(seed=st.integers(0, 2**32), times=st.integers(1, 4))
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 99))
     def generate(self, seed: int) -> None:
-        """Somebody else, meanwhile."""
+        """Generate for another caller in between."""
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=9)
         expected = LLMS["alone"].generate([[5, 6], [7]], params)
         assert [c.token_ids for c in self.llm.generate([[5, 6], [7]], params)] == [c.token_ids for c in expected]
@@ -141,7 +141,7 @@ def test_a_shared_prefix_runs_once(executor: str, max_batch: int, budget: int, m
 
 
 def watch_rows(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Positions that every pass over prompts has run."""
+    """Record the number of positions of every pass over prompts."""
     rows: list[int] = []
     prefill = executor.prefill
 
@@ -172,7 +172,7 @@ def test_a_cancelled_request_leaves_its_slot_within_a_turn() -> None:
 
 
 def test_a_cancel_holds_while_its_tokens_are_taken_in() -> None:
-    """It comes between the turn's end and its text, from another thread as it were."""
+    """The cancel comes from another thread, between the end of the turn and its text."""
     llm = make("cpu", 1)
     llm._worker.wake = lambda: None  # type: ignore[method-assign]
     handle = llm.submit([1, 2], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1))
@@ -202,7 +202,7 @@ def test_a_stream_is_launched_ahead_unless_something_waits() -> None:
     assert [flight.turn.steps for flight in llm.engine._flights] == [4]  # the first token is known, more is on its way
     second = llm.submit([3], params)
     llm.engine.step()
-    assert not llm.engine._flights  # what comes does not wait for more than was enqueued
+    assert not llm.engine._flights  # a new request does not wait for more than was enqueued
     while llm.engine.step():
         pass
     assert [len(handle.token_ids) for handle in (first, second)] == [100, 100]
@@ -240,7 +240,7 @@ def test_a_dropped_stream_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("executor", ["cpu", "torch", "kernels"])
 def test_a_request_that_breaks_harms_no_other(executor: str, save_folder: Callable[[Weights], Path]) -> None:
-    """Its logits are no numbers from position 50 on; the others end before it, in the same launches."""
+    """Its logits are NaN from position 50 on; the others end before it, in the same launches."""
     weights = load(TINY)
     weights.tensors["wpe.weight"][50] = torch.nan
     broken = LLM(str(save_folder(weights)), device="cpu", executor=executor, max_batch=4)
@@ -252,5 +252,5 @@ def test_a_request_that_breaks_harms_no_other(executor: str, save_folder: Callab
     expected = [c.token_ids for c in make(executor).generate([[1], [3]], params)]
     assert [handles[i].result(timeout=60).token_ids for i in (0, 3)] == expected
     assert broken.engine.free == 4
-    again = broken.generate([[1], [3], [1], [3]], params)  # in whichever slots
+    again = broken.generate([[1], [3], [1], [3]], params)  # in any slots
     assert [c.token_ids for c in again] == expected * 2

@@ -1,5 +1,5 @@
-"""An int8 KV cache through the engine: kernels, by their references, compute what the torch executor does with keys and
-values that were rounded and expanded again; and a text does not depend on how its prompt was cut."""
+"""An int8 KV cache through the engine: kernels, by their references, compute what the torch executor computes with
+rounded keys and values; and a text does not depend on how its prompt is split."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def pair() -> tuple[LLM, LLM]:
 
 
 def differ_by_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Codes or scales: sums in another order move a number by some 2^-22, so that scales agree to far more than a
-    thousandth, and of a thousand codes hardly one lies so near the middle of two that it becomes the other."""
+    """Whether codes or scales differ by rounding: another order of sums moves a number by some 2^-22, so that scales
+    agree to far more than a thousandth, and of a thousand codes hardly one is near enough to the middle to change."""
     off = (ours.float() - theirs.float()).abs()
     return bool(off.max() <= 1 and (off > 1e-3).float().mean() < 1e-3)
 
@@ -58,7 +58,7 @@ def test_kernels_write_what_torch_writes(pair: tuple[LLM, LLM], count: int, para
 
 
 def test_they_compute_the_same_logits_and_cache() -> None:
-    """To float32's rounding, which now and then makes another code of a number that stands between two."""
+    """They agree to float32's rounding, which rarely changes a code whose number is between two codes."""
     request, seen, caches = Request(prompts(1)[0], GREEDY, 0, 0, 40), [], []
     for name in ("kernels", "torch"):
         executor = make(name)
@@ -92,7 +92,7 @@ def test_a_text_does_not_depend_on_how_its_prompt_is_cut(name: str, window: int 
 
 @NAMES
 def test_a_prompt_that_is_decoded_token_by_token_leaves_the_same_cache(name: str) -> None:
-    """A step sees its own key and value rounded too, so that it computes what a pass over the prompt does."""
+    """A step rounds its own key and value too, so that it computes what a pass over the prompt does."""
     (prompt,) = prompts(1)
     executor, kept = make(name), []
     for known in (len(prompt), 1):
@@ -108,7 +108,7 @@ def test_a_prompt_that_is_decoded_token_by_token_leaves_the_same_cache(name: str
 
 @NAMES
 def test_sequences_come_and_go(name: str) -> None:
-    """Beside others that join and leave, in slots that were used before, the text is the same as alone."""
+    """Beside others that join and leave, in reused slots, the text is the same as alone."""
     llm = LLM(SMALL, device="cpu", executor=name, kv_dtype="int8", max_batch=3)
     asked = prompts(9)
     alone = [llm.generate(prompt, replace(GREEDY, max_tokens=3 + i))[0].token_ids for i, prompt in enumerate(asked)]
@@ -132,7 +132,7 @@ def test_prompts_that_begin_alike_share_codes(name: str) -> None:
 
 
 def test_a_broken_row_ends_its_sequence_alone() -> None:
-    """What is no number becomes a scale that is none, and so is seen; erased, it is not the next sequence's."""
+    """A NaN key makes its scale NaN, and so is noticed; it is erased before the slot's next sequence."""
     executor = make("kernels")
     slots = executor.allocate(2, 40)
     lanes = slots.admit([Request(prompt, GREEDY, 0, i, 40) for i, prompt in enumerate(prompts(2, 20))])
@@ -159,9 +159,9 @@ def test_ops_are_those_of_codes() -> None:
 
 
 def test_auto_takes_graph_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The kernels executor plays graph."""
+    """The kernels executor replaces graph."""
     monkeypatch.setattr(auto, "GraphExecutor", KernelsExecutor)
-    monkeypatch.setattr(auto, "PersistentExecutor", None)  # is not even made
+    monkeypatch.setattr(auto, "PersistentExecutor", None)  # it is not even created
     with caplog.at_level(logging.INFO, "warpline"):
         executor = create("auto", load(SMALL), CPU, "fp32", INT8)
     (said,) = [record for record in caplog.records if "auto" in record.message]

@@ -1,4 +1,4 @@
-"""Sampling against `transformers`' own processors, and the drawn frequencies against the distribution."""
+"""Sampling compared with `transformers`' own processors, and drawn frequencies with the distribution."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 from warpline.kernels.noise import gumbel, noise_keys
 
-VOCAB = 997  # more than the short list of a CPU
+VOCAB = 997  # more than the short list on a CPU
 CONFIG = ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=VOCAB, n_positions=64, eos_token_id=5)
 
 
 def begin(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> Slots:
-    """A slot for each, in order."""
+    """Admit a request to a slot each, in order."""
     slots = Slots(CONFIG, len(params), 64, device=torch.device("cpu"), dtype=torch.float32)
     prompts = prompts or [[1, 2, 3]] * len(params)
     rows = zip(prompts, params, strict=True)
@@ -99,7 +99,7 @@ def test_penalties_and_biases_are_openais_formula(
     slots, plain = begin([params], [[1, 2, 2]]), begin([SamplingParams(temperature=0)])
     had: list[int] = []
     for step in range(5):
-        logits = random_logits(1, seed + step // 2)  # the same twice, so that a token may come again
+        logits = random_logits(1, seed + step // 2)  # the same twice, so that a token may be repeated
         expected = logits.double()
         for token in {1, 2, *had}:
             expected[0, token] *= 1 / repetition if expected[0, token] > 0 else repetition
@@ -111,7 +111,7 @@ def test_penalties_and_biases_are_openais_formula(
         advance(slots, logits)
         advance(plain, logits)
         had.append(int(slots.tokens[0, 3 + step]))
-    assert not plain.counts.any()  # nobody asked for them
+    assert not plain.counts.any()  # not counted without penalties
 
 
 def test_biases_of_tokens_that_are_not_there_are_refused() -> None:
@@ -149,7 +149,7 @@ def test_distribution_equals_transformers(choices: list[dict[str, Any]], seed: i
 
 
 def _on_the_brink(scaled: torch.Tensor, params: SamplingParams, disputed: torch.Tensor) -> bool:
-    """Whether each token kept by one side alone lies within rounding of the edge of top-p or min-p."""
+    """Whether each token kept by one side only is within rounding of the edge of top-p or min-p."""
     exact = scaled.double()
     if params.top_k:
         exact = exact.where(exact >= exact.topk(min(params.top_k, VOCAB)).values[-1], -torch.inf)
@@ -164,7 +164,7 @@ def _on_the_brink(scaled: torch.Tensor, params: SamplingParams, disputed: torch.
 
 
 def test_edges_of_top_k_and_top_p_are_exact() -> None:
-    """Powers of two leave rounding nothing to do: an off-by-one shows."""
+    """With powers of two nothing is rounded, so an off-by-one error shows."""
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, :8] = torch.arange(8, 0, -1) * math.log(2)  # 1/2, 1/4, … of 255/256
     for k in (1, 3, 7):
@@ -241,7 +241,7 @@ def test_noise_is_gumbel_and_independent_between_tokens_and_positions() -> None:
 
 
 def test_noise_of_known_keys() -> None:
-    """The hash is a contract between executors: these figures were computed in plain Python integers."""
+    """The hash is a contract between executors: these values were computed with plain Python integers."""
 
     def by_hand(key: int, token: int) -> float:
         x = (key + token) & 0xFFFFFFFF
@@ -258,7 +258,7 @@ def test_noise_of_known_keys() -> None:
 
 
 def test_no_noise_makes_a_token_impossible() -> None:
-    """The key whose hash for token 100 is so large that float32 rounds it up to 1."""
+    """The hash of this key for token 100 is so large that float32 rounds it up to 1."""
     unlucky = torch.tensor([-2131044562 - 100], dtype=torch.int32)
     assert gumbel(unlucky, VOCAB).isfinite().all()
     logits = torch.zeros(1, VOCAB)

@@ -75,7 +75,7 @@ def test_a_padded_vocabulary_changes_nothing(pair: tuple[LLM, LLM], params: Samp
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     if params.logprobs is not None:
         values = [[t.logprob for c in completions for t in c.logprobs or ()] for completions in (found, expected)]
-        assert values[0] == pytest.approx(values[1], rel=16 * 2**-24)  # float32, added in another order
+        assert values[0] == pytest.approx(values[1], rel=16 * 2**-24)  # float32 sums in another order
 
 
 @pytest.mark.parametrize("batch", [9, 30])
@@ -111,7 +111,7 @@ def test_window_and_end_of_text() -> None:
 def test_every_name_is_somebodys(
     batch: int, at_once: bool, dtype: str, codes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step reads is a parameter, state, or written before; what it writes has room."""
+    """What a step reads is a parameter, state, or written before; what it writes has a buffer."""
     monkeypatch.setattr(schedule, "suits", lambda *_, **__: at_once)
     weights = load(SMALL, dtype=dtype)
     rules = PassRules(weights, kv_codes=codes)
@@ -148,7 +148,7 @@ def test_it_cannot_run_every_model() -> None:
 
 
 def test_slots_go_when_nothing_holds_them() -> None:
-    """What executors keep for them must not hold them: the next ones may need the memory at once."""
+    """Executors keep data for slots without holding the slots: the next ones may need the memory at once."""
     for name in ("kernels", "torch", "cpu"):
         executor = create(name, load(SMALL), torch.device("cpu"), "fp32")
         slots = executor.allocate(1, 16)
@@ -199,8 +199,8 @@ def test_graphs_of_a_pass_grow_and_are_the_whole_pass(count: int) -> None:
 
 
 def test_attention_is_scaled_by_its_layer() -> None:
-    """As some checkpoints want it; a layer's own scale, in prompts and in steps."""
-    config = load(SMALL).config  # of weights that are large enough for a scale to show
+    """Some checkpoints need it: each layer has its own scale, in prompts and in steps."""
+    config = load(SMALL).config  # weights large enough for a scale to show
     weights = make_weights(replace(config, scale_attn_by_inverse_layer_idx=True))
     asked = [Request(p, SamplingParams(temperature=0), 0, i, 40) for i, p in enumerate(prompts(2))]
     assert len({weights.config.attention_scale(layer) for layer in range(3)}) == 3

@@ -1,4 +1,4 @@
-"""What the scheduler plans: slots, prompts within a budget, and how many steps."""
+"""Plans of the scheduler: slots, prompts within a budget, and the number of steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scheduler(slots: int = 4, prompt_tokens: int = 100, *, overlaps: bool = Fals
 
 
 def played(planner: Scheduler, *, wasteful: bool = False) -> Turn | None:
-    """Plan a turn, and have it end as if every sequence had got all its tokens."""
+    """Plan a turn, and end it as if every sequence had got all its tokens."""
     planner.sweep()
     turn = planner.plan(lambda _: wasteful)
     if turn is not None:
@@ -83,7 +83,7 @@ def test_a_stream_gets_its_first_token_alone_and_then_growing_chunks() -> None:
 
 
 def joined_by_a_stream(*, overlaps: bool) -> tuple[Scheduler, Sequence, Sequence]:
-    """One that runs, and one that is followed and has just come."""
+    """Return a running sequence, and a streamed one that has just joined."""
     planner = scheduler(overlaps=overlaps)
     old, new = sequence(5, 200), sequence(5, 200, followed=True)
     planner.add([old])
@@ -121,7 +121,7 @@ def test_many_streams_have_longer_turns() -> None:
 
 
 def test_a_turn_may_be_planned_before_the_last_has_ended() -> None:
-    """Tokens that are under way count, so that nothing is asked for twice, nor behind a limit."""
+    """Tokens in progress count, so that nothing is requested twice or beyond a limit."""
     planner = scheduler()
     one = sequence(5, 8, followed=True)
     planner.add([one])
@@ -130,7 +130,7 @@ def test_a_turn_may_be_planned_before_the_last_has_ended() -> None:
         turns.append(turn)
     assert [turn.steps for turn in turns] == [0, 4, 3]
     assert (one.length, one.ahead, one.steps_left) == (5, 8, 0)
-    for turn in turns:  # the second ended its text early
+    for turn in turns:  # the second sequence ended early
         turn.landed()
     assert (one.ahead, one.steps_left) == (0, 8)
 

@@ -1,4 +1,4 @@
-"""Several tokens a pass: the text is the same as without, whatever the settings, and drafts are what they should be."""
+"""Several tokens a pass: the text is the same as without drafts, whatever the settings, and drafts are correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warpline.engine.executors.cpu import table as tables
 from warpline.errors import ConfigError
 from warpline.kernels.cpu import draft, sizes
 
-#: Small vocabularies repeat themselves, so that many drafts are right.
+#: Small vocabularies lead to repetition, so that many drafts are right.
 MODEL = "random:n_layer=2,n_head=2,n_embd=48,n_positions=200,vocab_size=90"
 EOS = "random:n_layer=2,n_head=2,n_embd=48,n_positions=200,vocab_size=90,eos_token_id=7"
 SETTINGS = (
@@ -83,7 +83,7 @@ def test_sequences_come_and_go_with_drafts() -> None:
 
 
 def test_a_text_that_is_given_is_scored_the_same_in_fewer_passes() -> None:
-    """What is known already is as good as drafted."""
+    """Known tokens work like drafts."""
     texts = held_out()[:2]
     plain = LLM("stories", device="cpu", dtype="int8", deterministic="batch")
     drafting = LLM("stories", device="cpu", dtype="int8", deterministic="batch", speculate="ngram")
@@ -150,7 +150,7 @@ def test_what_cannot_be_asked_for() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=24))
 def test_the_longest_match_is_found(tokens: list[int]) -> None:
-    """By trying all places and lengths."""
+    """Compared with trying all positions and lengths."""
     ends = range(1, len(tokens))
     longest = {
         end: max(n for n in range(min(end, sizes.MOST_MATCH) + 1) if n == 0 or tokens[end - n : end] == tokens[-n:])
@@ -164,7 +164,7 @@ def test_the_longest_match_is_found(tokens: list[int]) -> None:
 
 
 def test_a_text_that_repeats_is_drafted_as_it_goes_on() -> None:
-    """Behind its own end as well, and no further than a chance above the bar allows."""
+    """Also beyond its own end, but only while the chance is above the threshold."""
     chances, guesses = np.ones(sizes.KINDS, np.float32), np.zeros(sizes.GUESS, np.int64)
     tokens, none = np.array([1, 2, 3, 1, 2, 3, 1, 0, 0, 0, 0, 0]), np.zeros(0, np.int64)
     py = {name: getattr(draft, name).py_func for name in ("draft",)}
@@ -177,4 +177,4 @@ def test_a_text_that_repeats_is_drafted_as_it_goes_on() -> None:
         py["draft"](tokens, 7, 5, 0, np.float32(0.5), none, 0.75 * chances, guesses)
         assert guesses[0] == 2  # 0.75, 0.56, and no more
         py["draft"](tokens, 7, 5, 10, np.float32(0.5), none, chances, guesses)
-        assert guesses[:2].tolist() == [3, -1]  # what is known is not guessed
+        assert guesses[:2].tolist() == [3, -1]  # known tokens are not guessed

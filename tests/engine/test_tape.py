@@ -1,4 +1,4 @@
-"""The tape of the persistent kernel: every weight is on it once, where it is looked for, whatever the model and GPU."""
+"""The tape of the persistent kernel: every weight is on it once, at the expected place, for any model and GPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NAMES = {"qkv": "attn.c_attn", "out": "attn.c_proj", "fc": "mlp.c_fc", "proj": "
 
 
 def lanes(tile: torch.Tensor, size: int) -> torch.Tensor:
-    """What the lanes of a warp hold of a tile, as eight outputs of `size` inputs. In half precision the middle pairs
-    are exchanged; pairs of codes take turns with those of the other half."""
+    """Return what the lanes of a warp hold of a tile, as eight outputs of `size` inputs. In half precision the middle
+    pairs are swapped; pairs of codes alternate with those of the other half."""
     if size == 16:
         return tile.view(UNIT, size)
     if size == 64:
@@ -35,7 +35,7 @@ def lanes(tile: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor:
-    """A layer's matrix as the kernel meets it: block by block, unit by unit, step by step, warp by warp."""
+    """Read a layer's matrix in the kernel's order: block by block, unit by unit, step by step, warp by warp."""
     e, size = made.extents, made.extents.tile_inputs(stage)
     matrix = torch.zeros(e.units(stage) * UNIT, made.steps_of(stage) * made.warps * size)
     for block in range(e.blocks):
@@ -45,15 +45,15 @@ def read(tape: torch.Tensor, made: Plan, stage: str, layer: int) -> torch.Tensor
             row = (made.first[stage][block] + unit) * UNIT
             for i in range(made.steps_of(stage)):
                 for warp in range(made.warps):
-                    column = (warp * made.steps_of(stage) + i) * size  # a warp's columns are neighbours
+                    column = (warp * made.steps_of(stage) + i) * size  # a warp's columns are adjacent
                     at = tape[step + unit * made.steps_of(stage) + i, warp]
                     matrix[row : row + UNIT, column : column + size] = lanes(at, size)
     return matrix
 
 
 def head_tiles(made: Plan, tape: torch.Tensor, *, codes: bool) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Of every unit of the LM head or of its codes: its first output, the number of a tile, and the tile. Turn by turn;
-    in the last, several warps may have a part each."""
+    """Yield for every unit of the LM head, or of its codes, its first output, the number of a tile, and the tile. Units
+    come turn by turn; in the last turn several warps may share one."""
     e, warps = made.extents, made.warps
     size, each, known = (CODE_UNIT, 1, 1) if codes else (UNIT, 2, 0)
     tiles, parts = (e.code_tiles - 1, made.code_parts) if codes else (e.tiles("head"), made.head_parts)
@@ -73,7 +73,7 @@ def head_tiles(made: Plan, tape: torch.Tensor, *, codes: bool) -> Iterator[tuple
 
 
 def in_codes(weights: Weights) -> Weights:
-    """Int8 weights as a GPU has them: beside codes and scales, numbers of half precision."""
+    """Int8 weights on a GPU: half precision besides codes and scales."""
     tensors = quantised(weights).tensors
     halves = {n: t.half() for n, t in tensors.items() if t.dtype != torch.int8 and not n.endswith(SCALE)}
     return replace(weights, tensors=tensors | halves)
@@ -156,7 +156,7 @@ def test_codes_and_their_bounds_are_where_the_kernel_reads_them(blocks: int) -> 
 @example(vocab=97, blocks=1, warps=13, dtype="fp32")  # the last unit of the last turn is missing
 @settings(max_examples=25)
 def test_the_head_is_whole_whoever_shares_its_units(vocab: int, blocks: int, warps: int, dtype: str) -> None:
-    """For any number of units that the last turn has."""
+    """For any number of units in the last turn."""
     weights = load(f"random:n_layer=1,n_head=1,n_embd=64,n_positions=8,vocab_size={vocab}", dtype=dtype)
     made = plan(Extents(dtype, 64, 256, 1, 1, vocab, 1, blocks, "sm_90", warps=warps))
     recorded, size = record(weights, made).tape, made.extents.tile_inputs("head")
@@ -211,11 +211,11 @@ def test_blocks_ask_later_where_layers_are_larger(dtype: str) -> None:
         return plan(Extents(dtype, width, 4 * width, width // 64, 2, 203, 1, 132, "sm_90")).pauses()
 
     least, *_ = PAUSES.values()
-    assert pauses(64) == pauses(256) == least  # what was measured with the smallest is not extended below
+    assert pauses(64) == pauses(256) == least  # figures measured with the smallest are not extended below
     models = [pauses(width) for width in (256, 768, 1024, 1280, 1600)]
     for smaller, larger in pairwise(models):
         assert all(0 < least[what] <= smaller[what] <= larger[what] for what in least)
-    if dtype == "fp16":  # the models that were measured, to within what does not matter
+    if dtype == "fp16":  # the measured models, within a tolerance
         for width, measured in zip((768, 1600), PAUSES.values(), strict=True):
             assert pauses(width) == pytest.approx(measured, abs=10)
 
@@ -239,7 +239,7 @@ def test_layernorm_behind_a_product_is_layernorm_before_it() -> None:
 
 
 def test_a_launch_is_given_everything_that_the_kernel_takes() -> None:
-    """What stays is put together once, in the executor; the rest is named here."""
+    """Constant arguments are collected once in the executor; the others are named here."""
     weights = load("random:n_layer=1,n_head=2,n_embd=64,n_positions=64,vocab_size=99")
     executor = object.__new__(PersistentExecutor)  # without a GPU
     extents = Extents("fp32", 64, 256, 2, 1, 99, rows=1, blocks=3, arch="sm_90")
@@ -257,13 +257,13 @@ def test_parts_cover_a_context(positions: int, warps: int, whole: bool) -> None:
     extents = Extents("fp16", 64, 256, 1, 1, 99, 1, 8, "sm_90", positions=positions, warps=warps, whole=whole)
     assert (extents.parts - 1) * extents.part_positions < positions <= extents.parts * extents.part_positions
     assert not whole or extents.parts == 1
-    assert replace(extents, rows=8).part_positions == extents.part_positions  # whatever the number of sequences
+    assert replace(extents, rows=8).part_positions == extents.part_positions  # independent of the number of sequences
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "compute_75"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_row_has_a_warp(arch: str, dtype: str) -> None:
-    """What is done row by row, as sums of top-p are, a warp does for each."""
+    """Work on single rows, such as sums of top-p, is done by one warp per row."""
     for width, heads in ((32, 2), (144, 3), (768, 12), (1600, 25)):
         extents = Extents(dtype, width, 4 * width, heads, 2, 777, 1, 40, arch)
         assert extents.most_rows <= best_warps(extents)

@@ -1,4 +1,4 @@
-"""Text while it grows: in chunks of any size what it is token by token, and never a stop text."""
+"""Text while it grows: chunks of any size give the same as single tokens, and never a stop text."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_chunks_do_not_matter(data: st.DataObject) -> None:
 
     one_by_one = run([1] * 40)
     assert run(data.draw(st.lists(st.integers(1, 15), min_size=40, max_size=40))) == one_by_one
-    assert one_by_one[0] == one_by_one[2]  # what was handed out piece by piece
+    assert one_by_one[0] == one_by_one[2]  # what was passed on piece by piece
     if not stops:
         assert one_by_one[0] == whole
 
 
 def test_a_reader_never_sees_a_stop_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even while it is being cut out."""
+    """Not even while it is cut out."""
     text = Text(TOKENIZER, ("frog",), 0)
     text.extend(TOKENIZER.encode("A little "))
     cut, seen = Text._cut, []
@@ -73,7 +73,7 @@ def test_which_prompts_share() -> None:
     share_prefixes(found)
     (first,), (pair,) = found[0].prefixes, found[3].prefixes
     assert all(found[i].prefixes == [first] for i in (0, 1, 2, 6))
-    assert (first.length, first.whole) == (len(system) - 1, False)  # of the shortest one the last token is run
+    assert (first.length, first.whole) == (len(system) - 1, False)  # the last token of the shortest prompt is run
     assert found[4].prefixes == [pair]
     assert (pair.length, pair.whole) == (1, True)
     assert [found[i].prefixes for i in (5, 7, 8, 9)] == [[]] * 4
@@ -91,7 +91,7 @@ def test_equal_prompts_share_all_and_what_others_have_too() -> None:
 
 @pytest.mark.parametrize("stop", ["ab", "The end", "xyx"])
 def test_a_stop_text_that_comes_letter_by_letter_is_kept_back(stop: str) -> None:
-    """All but its last letter may be the beginning of it."""
+    """All its letters but the last may be the beginning of a stop text."""
     text = Text(TOKENIZER, (stop,), 0)
     seen = ""
     for letter in f"so {stop[:-1]}":
@@ -110,5 +110,5 @@ def test_bandwidth_is_bytes_over_seconds() -> None:
     assert timings.gb_per_second is None
     timings.decode_seconds = 0.5
     weights = 4 * (500 * 64 + 32 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64)
-    read = weights - 4 * 32 * 64 + 4 * 64  # of the positions one row; the head is the embedding, read once
+    read = weights - 4 * 32 * 64 + 4 * 64  # one row of the positions; the head is the embedding, read once
     assert timings.gb_per_second == pytest.approx(4 * read / 0.5 / 1e9, rel=0.05)

@@ -1,4 +1,4 @@
-"""Many threads on one `LLM`, several in one process, and handles: all right, no error, no hang."""
+"""Many threads on one `LLM`, several in one process, and handles: correct results, no errors, no hangs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 
 def in_threads(count: int, work: Callable[[int], object], timeout: float = 240) -> None:
-    """Run it in so many threads at once; what one raises is raised."""
+    """Run it in this many threads at once; raise what one of them raises."""
     with ThreadPoolExecutor(count) as pool:
         for future in [pool.submit(work, i) for i in range(count)]:
             future.result(timeout=timeout)
 
 
 def work_on(llm: LLM, thread: int, requests: int) -> list[tuple[list[int], SamplingParams, tuple[int, ...]]]:
-    """Generate, stream and submit, in turns; what was asked and what came."""
+    """Generate, stream and submit in turn; return requests and results."""
     rng = random.Random(thread)
     found: list[tuple[list[int], SamplingParams, tuple[int, ...]]] = []
     while len(found) < requests:
@@ -146,7 +146,7 @@ def test_closing_ends_the_thread_and_frees_the_slots() -> None:
 
 
 def test_a_listener_that_has_gone_harms_no_other() -> None:
-    """Its event loop is closed while it waits; what others get has no gap."""
+    """Its event loop is closed while it waits; the other listeners miss nothing."""
     llm = make("torch", 2)
     llm._worker.wake = lambda: None  # type: ignore[method-assign]
     first, second = llm.submit([1], LONG), llm.submit([2], LONG)
@@ -211,13 +211,13 @@ def test_timings_do_not_change_any_more() -> None:
     assert (completion.timings.seconds, completion.timings.decode_steps) == before
     stream = llm.stream([1], LONG)
     for _ in stream:
-        time.sleep(0.05)  # a reader who takes its time
+        time.sleep(0.05)  # a slow reader
     assert stream.completion is not None
     assert stream.completion.timings.seconds < 0.2 < 0.05 * len(stream.completion.text)
 
 
 def test_python_may_end_while_the_engine_is_at_work() -> None:
-    """A thread inside of torch would bring it down."""
+    """A thread inside torch would crash at the end of Python."""
     code = """
 from warpline import LLM, SamplingParams
 llm = LLM("random:n_layer=4,n_head=4,n_embd=256,n_positions=512", device="cpu", executor="torch")

@@ -1,4 +1,4 @@
-"""`--small` keeps the kernels' small shapes alone: what a checker that slows everything down has time for."""
+"""`--small` runs only the kernels' small shapes, for checkers that slow everything down."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-#: The extents of what an op touches, multiplied.
+#: Product of the extents that an op touches.
 SMALL = 300_000
 
 

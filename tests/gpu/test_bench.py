@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: every method that runs there answers with the oracle's tokens, and rows are whole."""
+"""The benchmark on a GPU: every method that runs there answers with the oracle's tokens, and rows are complete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from warpline.bench.workloads import Case
 from warpline.cli.main import main
 from warpline.model.weights import load
 
-pytestmark = [  # torch's own: advice on precision and softmax, and a graph that it captures empty on purpose
+pytestmark = [  # warnings of torch: advice on precision and softmax, and a graph that it captures empty on purpose
     pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 GPU = torch.device("cuda")
-#: Those that do not run here, and two that take long to compile and are the eager ones otherwise, are left out.
+#: Left out: methods that do not run here, and two that compile slowly and are otherwise the eager ones.
 NAMES = [
     name
     for name in METHODS
@@ -45,8 +45,8 @@ def test_methods_agree_with_the_oracle(name: str) -> None:
     expected = Naive(weights, one, GPU).generate(prompts, 24)
     method = methods.find(name)(weights, one, GPU)
     given = method.given(prompts)
-    held = [torch.full((n,), -1, device=GPU) for n in range(1, 200)]  # what is given back is taken and spoilt
-    for _ in range(3):  # captured graphs come into play from the second time on
+    held = [torch.full((n,), -1, device=GPU) for n in range(1, 200)]  # freed memory is reused and overwritten
+    for _ in range(3):  # captured graphs are used from the second time on
         assert torch.equal(method.tokens(method.generate(given, 24)).cpu(), expected.cpu())
     assert torch.equal(method.tokens(method.generate(given, 3)).cpu(), expected[:, :3].cpu())
     method.close()
@@ -75,7 +75,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_many_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ours together, the others padded, all judged; static shapes are compiled before they are timed."""
+    """Our method answers them together, the others padded, all judged; static shapes are compiled before the timing."""
     words = ["bench", "throughput", "-m", SMALL, "--method", "warpline,static-kv-compile,hf-sdpa,graph", "--json"]
     with pytest.raises(SystemExit) as caught:
         main([*words, "--batch", "100", "--prompt", "20", "--new", "12", "--repetitions", "2"])

@@ -1,4 +1,4 @@
-"""Many prompts and many tokens: the oracle's tokens in fp32 whatever the batch, and a million tokens without a leak."""
+"""Many prompts and many tokens: the oracle's tokens in fp32 for any batch, and a million tokens without a leak."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_fifty_prompts_of_200_tokens(
         assert Oracle(weights).judge(ids[:, :length], ids[:, length:], "fp32").right
 
 
-# Beside other processes, between which the GPU switches, one of some hundred rounds of `persistent` had other bits: see
-# docs/log.md, 2026-11-18.
+# While other processes shared the GPU, one of some hundred rounds of `persistent` had other bits: see docs/log.md,
+# 2026-11-18.
 @pytest.mark.alone
 @pytest.mark.parametrize(("name", "batch", "new", "rounds"), [("persistent", 8, 1000, 63), ("graph", 64, 500, 16)])
 def test_half_a_million_tokens_each(name: str, batch: int, new: int, rounds: int) -> None:
-    """The same every time, all of them numbers, in memory that does not grow."""
+    """The same every time, all finite, in memory that does not grow."""
     weights = load("random:gpt2", dtype="fp16", device="cuda")
     executor = create(name, weights, GPU, "fp16")
     rng = random.Random(1)
@@ -97,11 +97,11 @@ def test_a_million_tokens_of_sequences_that_come_and_go() -> None:
     while llm.engine.stats.tokens < 1_250_000:
         batch(200)
     gc.collect()
-    assert torch.cuda.memory_allocated() <= there + 2**20 * 64  # passes of sizes that had not come before
+    assert torch.cuda.memory_allocated() <= there + 2**20 * 64  # passes of new sizes
     assert resident_bytes() <= here + 2**20 * 128
     assert llm.engine.free == 64
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the resident bytes of this process."""
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])

@@ -26,7 +26,7 @@ def full_fp32() -> None:
 
 
 def make(name: str, device: str = "cuda:0", max_batch: int | None = None) -> LLM:
-    """A model whose choices are clear."""
+    """Return a model with clear choices."""
     weights = make_weights(CONFIG)
     there = replace(weights, tensors={key: tensor.to(device) for key, tensor in weights.tensors.items()})
     return LLM.of(there, torch.device(device), "fp32", executor=name, max_batch=max_batch)
@@ -40,11 +40,11 @@ def alone() -> Alone:
 @NAMES
 @pytest.mark.parametrize("budget", [64, 16384])
 def test_random_arrivals(name: str, budget: int, alone: Alone) -> None:
-    """300 requests with any settings, stops and cancellations: each is what it is alone, prompts in chunks or whole."""
+    """300 requests with any settings, stops and cancellations, prompts in chunks or whole: each equals itself alone."""
     llm = make(name, max_batch=20)
     llm.engine.scheduler.prompt_tokens = budget
     arrivals = run_arrivals(llm, 300, seed=budget, longest=200)
-    assert check_alone(alone, arrivals) <= 1  # two tokens may tie to the last bit
+    assert check_alone(alone, arrivals) <= 1  # two tokens may have exactly equal logits
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -65,7 +65,7 @@ def _right(oracle: Oracle, arrival: Arrival, dtype: str) -> bool:
 
 @pytest.mark.parametrize("name", ["auto", "graph", "persistent"])
 def test_eight_threads_of_200_requests(name: str, alone: Alone) -> None:
-    """Their sizes make new graphs and programs all the time, while others are at work."""
+    """Their sizes make new graphs and programs all the time, while others are running."""
     llm = make(name, max_batch=48)
     found: list[tuple[list[int], SamplingParams, Completion]] = []
 
@@ -87,7 +87,7 @@ def test_eight_threads_of_200_requests(name: str, alone: Alone) -> None:
 
 
 def test_three_engines_in_three_threads() -> None:
-    """On one GPU, in one process, each with captures and programs of its own."""
+    """On one GPU, in one process, each with its own captures and programs."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [[(7 * i + j) % 2000 for j in range(1 + 3 * i)] for i in range(30)]
     expected = [c.token_ids for c in make("torch").generate(prompts, params)]
@@ -103,7 +103,7 @@ def test_three_engines_in_three_threads() -> None:
 
 
 def test_a_row_that_joins_compiles_and_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy sequences run; then come others that draw, filter and penalise."""
+    """Greedy sequences run; then others join that sample, filter and penalise."""
     from warpline.engine.executors.graph import kernels
 
     llm = make("graph", max_batch=32)

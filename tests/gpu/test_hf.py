@@ -1,4 +1,4 @@
-"""The patch on a GPU: the same logits and tokens, our kernels where they pay, and the speed that is promised."""
+"""The patch on a GPU: the same logits and tokens, our kernels where they pay off, and the promised speed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def on_gpu(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
 
 
 def ours_everywhere(model: Any) -> None:
-    """Our kernels however little there is to do."""
+    """Run our kernels at any size."""
     model.transformer.h[0].attn.config._warpline[1].everywhere = True
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each of our ways was taken."""
+    """Count how often each of our ways is taken."""
     calls: dict[str, int] = {}
 
     def watch(owner: Any, name: str) -> None:
@@ -92,7 +92,7 @@ def test_ours_where_it_pays(
 @DTYPES
 def test_decode_kernel_behind_a_cache(dtype: torch.dtype) -> None:
     model = on_gpu(dtype)
-    report = whf.patch(model, generate=False)  # whose probe has such a step
+    report = whf.patch(model, generate=False)  # its probe has such a step
     ours_everywhere(model)
     ids = random_ids(2, 300).cuda()
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_moved_and_converted_after_patching() -> None:
     model = make_model(n_embd=128)
     report = whf.patch(model)
     ids = random_ids(3, 100 - 20)[:, :60]
-    whole: dict[str, Any] = {"attention_mask": torch.ones_like(ids), **GREEDY}  # a pad may be among random tokens
+    whole: dict[str, Any] = {"attention_mask": torch.ones_like(ids), **GREEDY}  # random tokens may include the pad
     here = model.generate(ids, **whole)
     model.cuda()
     assert torch.equal(model.generate(ids.cuda(), **whole).cpu(), here)
@@ -187,13 +187,13 @@ def test_kernels_never_slow_decoding_down(measured: Any) -> None:
 @pytest.mark.alone
 def test_report_prints(measured: Any) -> None:
     report: Report = measured.report
-    print(report, *measured.rows, sep="\n")  # what the speeds above were, for whoever asks (pytest -rP)
+    print(report, *measured.rows, sep="\n")  # shown by pytest -rP
     assert "replaced  generate" in str(report)
     assert isinstance(measured.same_tokens, float)
 
 
 def test_ids_elsewhere_go_to_the_original() -> None:
-    """Which fails, or moves them, as its version and torch's have it."""
+    """It fails or moves them, depending on the versions of transformers and torch."""
     model = on_gpu()
     ids: Tensor = random_ids(1, 8)
 

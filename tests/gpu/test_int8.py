@@ -1,4 +1,4 @@
-"""int8 weights on a GPU: tokens judged by the numbers that the codes stand for, so what is left is rounding."""
+"""int8 weights on a GPU: tokens are judged by the dequantised weights, so that only rounding is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gpt2() -> Weights:
 
 
 def judged(weights: Weights, name: str, lengths: list[int], new: int) -> None:
-    """Runs of equal lengths together, as the oracle wants them; and once more, which changes no bit."""
+    """Judge runs of equal lengths together; a second run changes no bit."""
     executor = create(name, weights, GPU, "int8")
     asked = requests(weights, lengths, new)
     found = run(executor, asked)
@@ -88,7 +88,7 @@ def test_widths_that_are_no_whole_vectors_and_rows_of_zeros(batch: int) -> None:
 
 
 def test_a_graph_is_its_kernels(gpt2: Weights) -> None:
-    """To the bit: launches that overlap read no weight before it is there."""
+    """Equal to the bit: overlapping launches read no weight before it is there."""
     for lengths in ([5], [11] * 8, [11] * 9, [40] * 64):
         asked = requests(gpt2, lengths, 24)
         graph = create("graph", gpt2, GPU, "int8")
@@ -101,7 +101,7 @@ def test_a_graph_is_its_kernels(gpt2: Weights) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_what_steps_compute_is_torchs(gpt2: Weights, count: int) -> None:
-    """Value by value, up to rounding in half precision; torch has the numbers rounded to it."""
+    """Values agree up to rounding in half precision; torch has the dequantised weights rounded to it."""
     ours, torchs = (create(name, gpt2, GPU, "int8") for name in ("graph", "torch"))
     texts = [[(7 * i + j) % 50257 for j in range(20)] for i in range(count)]
     assert compare(ours, torchs, texts, 4) is None
@@ -153,7 +153,7 @@ def test_auto_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_kept_twice(gpt2: Weights) -> None:
-    """Beside codes and scales there is room for one matrix, that of the LM head."""
+    """Besides codes and scales there is memory for one matrix, that of the LM head."""
     own = sum(value.nbytes for value in gpt2.tensors.values())
     plain = 2 * sum(value.numel() for name, value in gpt2.tensors.items() if not name.endswith(SCALE))
     assert own < 0.52 * plain

@@ -1,4 +1,4 @@
-"""`deterministic="batch"`: the bits of a row depend on its own tokens alone, op by op and through the engine."""
+"""`deterministic="batch"`: the bits of a row depend only on its own tokens, op by op and through the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANY = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bflo
 
 
 def check_rows(run: Callable[[Tensor], list[Tensor]], x: Tensor) -> None:
-    """Rows in any number and order give what they give among all."""
+    """Rows in any number and order give the same as among all."""
     expected = run(x)
     for rows in ROWS:
         chosen = torch.randperm(len(x), device=x.device)[:rows]
@@ -69,7 +69,7 @@ def test_products_of_rows_that_are_standardised(op: str, outputs: int, inputs: i
 @HALF
 @pytest.mark.parametrize(("outputs", "inputs"), [(768, 768), (768, 3072), (1600, 6400), (64, 4096)])
 def test_products_with_a_residual(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """The residual is a part of the row, so that one order applies to both; statistics lie side by side."""
+    """The residual is part of the row, so that one order applies to both; statistics are stored side by side."""
     rows = torch.randn(1100, inputs + outputs, device=GPU, dtype=dtype)
     tiles, bias = (
         in_tiles(torch.randn(outputs, inputs, device=GPU, dtype=dtype)),
@@ -95,7 +95,7 @@ def test_layernorm(columns: int, dtype: torch.dtype) -> None:
 @ANY
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_of_a_new_token(window: int, dtype: torch.dtype) -> None:
-    """With other sequences, which may be longer, and in a step that is bound for longer contexts."""
+    """With other sequences, perhaps longer, and in a step bound for longer contexts."""
     slots, heads, positions, depth = 70, 3, 1000, 64
     k, v = (torch.randn(slots, heads, positions, depth, device=GPU, dtype=dtype) for _ in range(2))
     new = torch.randn(3, slots, heads, 1, depth, device=GPU, dtype=dtype)
@@ -123,7 +123,7 @@ def test_attention_of_a_new_token(window: int, dtype: torch.dtype) -> None:
 @ANY
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_of_prompts_in_parts(window: int, dtype: torch.dtype) -> None:
-    """Cut anywhere, and beside other prompts or alone."""
+    """Split anywhere, and beside other prompts or alone."""
     heads, count, depth, spec = 3, 500, 64, find("prompt_attention")
     q, k, v = torch.randn(3, 1, heads, count, depth, device=GPU, dtype=dtype).unbind()
     name = launch.DTYPES[dtype]
@@ -149,10 +149,10 @@ def test_attention_of_prompts_in_parts(window: int, dtype: torch.dtype) -> None:
 
 
 def kept(executor: Executor, asked: list[Request]) -> list[tuple[list[int], Tensor]]:
-    """Tokens of each sequence, and the bits of its keys and values."""
+    """Return the tokens of each sequence, and the bits of its keys and values."""
     slots = executor.allocate(len(asked), max(request.limit for request in asked))
     lanes = slots.admit(asked)
-    for slot, request in zip(lanes, asked, strict=True):  # one by one: prompts are other tests' matter
+    for slot, request in zip(lanes, asked, strict=True):  # one by one: prompts are tested elsewhere
         executor.prefill(slots, [Span(slot, 0, len(request.prompt), (slot,))])
     for _ in range(0, max(request.limit - len(request.prompt) for request in asked), 7):
         executor.decode(slots, lanes, 7)
@@ -178,8 +178,8 @@ def kept(executor: Executor, asked: list[Request]) -> list[tuple[list[int], Tens
 def test_the_persistent_kernel_computes_rows_apart(
     model: str, dtype: str, arch: str | None, window: int | None, lengths: list[int]
 ) -> None:
-    """Keys, values and tokens to the bit: greedy and sampled, where contexts have one part or several, beside shorter
-    and longer ones, and beside rows that have ended."""
+    """Keys, values and tokens are equal to the bit: greedy and sampled, with contexts of one part or several, beside
+    shorter and longer ones, and beside ended rows."""
     weights = load(model, dtype=dtype, device="cuda")
     weights = replace(weights, config=replace(weights.config, window=window))
     executor = PersistentExecutor(weights, GPU, dtype, arch=arch)
@@ -229,8 +229,8 @@ def seen(completion: Completion) -> tuple[object, ...]:
 @MODELS
 @pytest.mark.parametrize("most", [8, 64])
 def test_texts_are_the_same_in_any_company(model: str, dtype: str, most: int) -> None:
-    """Alone, and in batches of any size that come and go, with prompts in chunks and prompts that begin alike: tokens
-    and log-probabilities to the bit. Where at most eight run at once it is the persistent kernel that decodes."""
+    """Alone, and in batches of any size with sequences that come and go, chunked prompts and shared beginnings: tokens
+    and log-probabilities are equal to the bit. With at most eight at once the persistent kernel decodes."""
     rng = random.Random(5)
     llm = LLM(model, device="cuda", dtype=dtype, deterministic="batch", max_batch=most)
     vocab, shared = llm.config.vocab_size, [rng.randrange(5000) for _ in range(90)]
@@ -255,7 +255,7 @@ def test_texts_are_the_same_in_any_company(model: str, dtype: str, most: int) ->
 
 
 def test_long_texts_are_the_same_in_any_company() -> None:
-    """Contexts of several parts of attention."""
+    """Contexts with several parts of attention."""
     rng = random.Random(6)
     llm = LLM("random:gpt2", device="cuda", dtype="fp16", deterministic="batch", max_batch=24)
     prompts = [[rng.randrange(50000) for _ in range(rng.choice([5, 250, 500, 800]))] for _ in range(20)]

@@ -1,4 +1,4 @@
-"""Every kernel of the catalog on the GPU: every test shape, every dtype, against float64."""
+"""Every kernel of the catalog on the GPU: every test shape, every dtype, compared with float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """All at once, on all cores."""
+    """Compile all of them at once, on all cores."""
     arch = launch.arch_of(0)
     cases = [case.values for case in CASES]
     compile_many(list({(Variant.of(spec, dtype, dims, arch), arch) for spec, dtype, dims in cases}))  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_torch_operator(spec: KernelSpec) -> None:
     operator = getattr(torch.ops.warpline, spec.name).default
     torch.library.opcheck(operator, tuple(inputs))
     direct = launch.run(spec, inputs)
-    torch._dynamo.reset()  # one piece of code compiled for every spec would reach the limit of its versions
+    torch._dynamo.reset()  # one function compiled for every spec would reach the limit of its versions
     result = torch.compile(lambda *t: operator(*t), fullgraph=True)(*inputs)
     through = list(result) if isinstance(result, tuple) else [result]
     assert all(torch.equal(a, b) for a, b in zip(through, direct, strict=True))

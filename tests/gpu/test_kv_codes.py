@@ -1,5 +1,5 @@
-"""An int8 KV cache on a GPU: codes to the bit, executors against torch's with the same rounding, and texts that depend
-neither on company nor on how prompts are cut."""
+"""An int8 KV cache on a GPU: codes equal to the bit, executors compared with torch's with the same rounding, and texts
+that depend neither on the batch nor on how prompts are split."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 
 
 def hard_rows(count: int, depth: int, dtype: torch.dtype) -> Tensor:
-    """Of any size; zeros, vanishing ones, the largest that there are, and such that are no numbers."""
+    """Return rows of any size: zeros, tiny ones, the largest possible, and some with NaN or infinity."""
     rows = torch.randn(count, depth, device=GPU) * 2.0 ** torch.randint(-9, 9, (count, 1), device=GPU)
     rows[0], rows[1] = 0, torch.randn(depth, device=GPU) * 1e-37
     rows[2] = torch.finfo(dtype).max * torch.randn(depth, device=GPU).sign()
@@ -42,7 +42,7 @@ def hard_rows(count: int, depth: int, dtype: torch.dtype) -> Tensor:
 @ANY
 @pytest.mark.parametrize("depth", [1, 3, 16, 24, 63, 64, 80, 128])
 def test_codes_and_scales_are_torchs_to_the_bit(depth: int, dtype: str) -> None:
-    """Of a prompt's rows and of a new token's, which two kernels encode."""
+    """For the rows of a prompt and of a new token, which two kernels encode."""
     kind, rows = launch.TORCH_TYPES[dtype], 37
     k, v = (hard_rows(rows, depth, kind) for _ in range(2))
     expected = [encode(t) for t in (k, v)]
@@ -78,7 +78,7 @@ def test_executors_compute_what_torch_does(model: str, lengths: list[int], dtype
 @NAMES
 @ANY
 def test_a_prompt_in_parts_is_the_whole_prompt(name: str, dtype: str) -> None:
-    """Later parts read what earlier ones left in the cache."""
+    """Later parts read from the cache what earlier ones wrote."""
     weights = load("random:gpt2,n_layer=3", dtype=dtype, device="cuda")
     executor = create(name, weights, GPU, dtype, INT8)
     (request,), logits = requests(weights, [300], 9), []
@@ -89,14 +89,14 @@ def test_a_prompt_in_parts_is_the_whole_prompt(name: str, dtype: str) -> None:
             executor.prefill(slots, [Span(slot, start, end, (slot,) if end == 300 else ())])
         slots.tokens[slot, 300] = 17  # the same whatever was chosen
         logits.append(executor.observe(slots, [slot])["logits"].float())
-    for others in logits[1:]:  # products of other numbers of rows round in another order, in every layer
+    for others in logits[1:]:  # products with other numbers of rows round in another order, in every layer
         allowed = 6 * max(ROUNDING[dtype], 2**-10) * (8 * 4) ** 0.5
         assert (others - logits[0]).abs().max() <= allowed * logits[0].abs().max()
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_texts_are_the_same_in_any_company(dtype: str) -> None:
-    """With deterministic="batch", token ids and log-probabilities to the bit, prompts cut anywhere."""
+    """With deterministic="batch", token ids and log-probabilities are equal to the bit, prompts split anywhere."""
     rng = random.Random(5)
     llm = LLM("stories", device="cuda", dtype=dtype, kv_dtype="int8", deterministic="batch", max_batch=24)
     vocab, shared = llm.config.vocab_size, [rng.randrange(5000) for _ in range(90)]
@@ -119,7 +119,7 @@ def test_repeated_runs_have_the_same_bits() -> None:
 
 
 def test_perplexity_stays() -> None:
-    """On texts of the model's own, within half a percent of fp16's."""
+    """On the model's own texts, within half a percent of fp16's."""
     plain = LLM("stories", device="cuda", dtype="fp16", executor="graph")
     params = SamplingParams(max_tokens=180, seed=3, n=24)
     texts = [completion.text for completion in plain.generate("Once upon a time", params)]

@@ -1,4 +1,4 @@
-"""Every rung of every ladder on the GPU: odd shapes against float64, and rows that are whole."""
+"""Every rung of every ladder on the GPU: odd shapes compared with float64, and complete rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNGS = [
     for ladder in LADDERS.values()
     for rung in ladder.rungs
 ]
-#: Small enough to climb in seconds, large enough that more than one block has something to do.
+#: Small enough to climb in seconds, large enough to give work to more than one block.
 SMALL = {
     "matmul": "130x260x96",
     "layernorm": "300x768",
@@ -37,7 +37,7 @@ SMALL = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """All at once, on all cores."""
+    """Compile all of them at once, on all cores."""
     arch = launch.arch_of(0)
     pairs = [(rung, dims) for ladder in LADDERS.values() for rung in ladder.rungs for dims in ladder.odd_dims]
     compile_many(list({(rung.compiled_as(dims, arch), arch): None for rung, dims in pairs}))

@@ -40,7 +40,7 @@ def requests(weights: Weights, lengths: list[int], new: int, params: Params = GR
 
 
 def run(executor: Executor, asked: list[Request], chunk: int = 1000, slots: Slots | None = None) -> list[list[int]]:
-    """Prompts and new tokens of each, in slots that are not in order, unless some are given."""
+    """Return prompts and new tokens of each request, in unordered slots unless some are given."""
     count = len(asked)
     slots = slots or executor.allocate(count + 3, max(request.limit for request in asked))
     spare = slots.admit(asked[:1] * min(3, slots.free - count))  # admitted and released, so that slots are mixed up
@@ -63,7 +63,7 @@ def run(executor: Executor, asked: list[Request], chunk: int = 1000, slots: Slot
 
 
 def agree(weights: Weights, asked: list[Request]) -> bool:
-    """Whether torch comes to the same tokens."""
+    """Whether torch generates the same tokens."""
     expected = run(create("torch", weights, GPU, "fp32"), asked)
     return run(PersistentExecutor(weights, GPU, "fp32"), asked) == expected
 
@@ -110,7 +110,7 @@ def test_window(window: int) -> None:
 @pytest.mark.parametrize("lengths", [[1], [9], [200], [5, 90], [5, 40, 17], [30 * i + 1 for i in range(8)]])
 @pytest.mark.parametrize("model", ["random:gpt2", "random:n_layer=3,n_head=3,n_embd=192,n_positions=512"])
 def test_contexts_in_parts(model: str, lengths: list[int]) -> None:
-    """The same tokens in however many parts contexts are attended to, and to the bit from run to run."""
+    """The same tokens with any number of context parts, and equal to the bit from run to run."""
     weights = load(model, device="cuda")
     ours = PersistentExecutor(weights, GPU, "fp32")
     asked = requests(weights, lengths[: ours.extents.most_rows], 40)
@@ -141,7 +141,7 @@ def test_half_precision_is_judged_right(model: str, dtype: str, batch: int, prom
     found = run(executor, asked)
     ids = torch.tensor(found, device=GPU)
     assert Oracle(weights).judge(ids[:, :prompt], ids[:, prompt:], dtype).right
-    assert run(executor, asked) == found  # to the bit, or the tokens would drift apart sooner or later
+    assert run(executor, asked) == found  # equal to the bit, or the tokens would diverge sooner or later
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8"])
@@ -173,7 +173,7 @@ def test_turing_path(dtype: str) -> None:
     ],
 )
 def test_sampling_draws_what_torch_draws(params: Params) -> None:
-    """The same noise, so the same tokens in fp32."""
+    """The noise is the same, so the tokens are the same in fp32."""
     weights = load(SMALL, device="cuda")
     assert agree(weights, requests(weights, [8, 20], 40, params))
 
@@ -181,15 +181,15 @@ def test_sampling_draws_what_torch_draws(params: Params) -> None:
 @pytest.mark.parametrize("arch", [None, "compute_75"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_screened_head_finds_what_all_logits_say(dtype: str, arch: str | None) -> None:
-    """Heads of which codes say little: rows that are alike, huge, tiny, or hardly to be told apart. Whoever asks for
-    logarithms gets a program that computes all logits."""
+    """Heads with little information in their codes: rows that are equal, huge, tiny, or hardly different. A request for
+    log-probabilities gets a program that computes all logits."""
     if arch == "compute_75" and dtype == "bf16":
         pytest.skip("Turing has no bf16")
     model = "random:n_layer=2,n_head=3,n_embd=144,n_positions=128,vocab_size=3001"
     for seed in range(3):
         weights = load(model, dtype=dtype, device="cuda")
         head = weights.tensors["wte.weight"]
-        head[40:60] = head[39]  # of equals the first
+        head[40:60] = head[39]  # of equal ones the first
         head[100:600] = head[99] * (1 + 2**-9 * torch.randn(500, 1, device=GPU, dtype=head.dtype))
         head[700 + seed] *= 30
         head[800:900] = torch.finfo(head.dtype).smallest_normal / 4
@@ -207,7 +207,7 @@ def test_a_head_that_is_no_number_is_noticed() -> None:
     executor = PersistentExecutor(weights, GPU, "fp16")
     slots = executor.allocate(1, 64)
     lanes = slots.admit(requests(weights, [9], 20))
-    weights.tensors["wte.weight"][5, 3] = 0  # the prompt has its own way
+    weights.tensors["wte.weight"][5, 3] = 0  # the prompt has its own code path
     executor.prefill(slots, [Span(lanes[0], 0, 9, (lanes[0],))])
     weights.tensors["wte.weight"][5, 3] = float("nan")
     executor.decode(slots, lanes, 3)
@@ -288,7 +288,7 @@ def test_what_it_cannot_run_it_refuses() -> None:
 
 
 def test_a_text_that_nobody_follows_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it may end early or not; a stream of it says the same, in several."""
+    """Whether it may end early or not; a stream gives the same text in several launches."""
     llm = LLM("stories", device="cuda", executor="persistent")
     launched = watch_steps(llm.executor, monkeypatch)
     params = Params(temperature=0, max_tokens=100)

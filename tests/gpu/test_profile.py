@@ -21,7 +21,7 @@ from warpline.profile.roofline import whole
 from warpline.profile.session import Session, dumps, loads, read
 from warpline.profile.verdict import verdict
 
-pytestmark = [  # torch's own
+pytestmark = [  # warnings of torch
     pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
@@ -66,14 +66,14 @@ def test_graphs_are_placed_by_their_table(batch: int, phase: str) -> None:
     session = profiled("graph", batch=batch, phases=(phase,))
     found = session.phases[0]
     lost = [row for row in found.kernels if not row.path and classify(row.name) not in ("memory", "elementwise")]
-    assert not lost, [row.name for row in lost]  # but for what takes the prompts in
+    assert not lost, [row.name for row in lost]  # except for the kernels that take the prompts in
     assert not [note for note in session.notes if "noise" not in note]  # other tests may share the GPU
     assert found.launches.graphs == 1 if phase == "decode" else found.launches.graphs >= 1
 
 
 @pytest.mark.parametrize("method", ["torch", "graph", "static-kv-graph"])
 def test_the_timeline_has_whole_steps(method: str) -> None:
-    """What the host does for a step and the step's kernels, which run when the host is long done."""
+    """The host's work for a step and the step's kernels, which may run much later."""
     for phase in profiled(method).phases:
         steps = [moment for moment in phase.timeline if moment.track == "step"]
         kernels = [moment for moment in phase.timeline if moment.track == "gpu"]
@@ -89,7 +89,7 @@ def test_the_timeline_has_whole_steps(method: str) -> None:
 @pytest.mark.parametrize("method", ["graph", "static-kv-graph"])
 def test_what_lies_between_two_prompts_is_not_counted(method: str) -> None:
     phase = profiled(method, model="random:gpt2", phases=("prefill",)).phases[0]
-    assert phase.fastest_us < 1.5 * phase.plain_us + 300  # recording has its price
+    assert phase.fastest_us < 1.5 * phase.plain_us + 300  # recording has a cost
 
 
 @pytest.mark.alone
@@ -106,7 +106,7 @@ def test_nothing_is_faster_than_the_gpu(method: str, model: str) -> None:
 def test_strongest_torch_is_profiled() -> None:
     session = profiled("static-kv-compile")
     assert session.phase("decode").launches.graphs == 1
-    assert session.notes  # either placed by the order of its products, or said to be in no table
+    assert session.notes  # either placed by the order of its products, or reported as unplaced
 
 
 @pytest.mark.alone

@@ -1,4 +1,4 @@
-"""A small sweep on the GPU: it finds something, goes on where it was, and a launch takes what it found."""
+"""A small sweep on the GPU: it finds something, continues after an interruption, and a launch uses what it found."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_sweep_finds_goes_on_and_is_picked_up(monkeypatch: pytest.MonkeyPatch)
         check(self, named, tunables)
 
     monkeypatch.setattr(Worker, "check", never_twice)
-    again = sweep(*cases)  # may look further around the best
+    again = sweep(*cases)  # may search further around the best
     assert all({*before.attempts} <= {*after.attempts} for before, after in zip(results, again, strict=True))
 
 
@@ -81,7 +81,7 @@ def test_a_launch_takes_what_is_stored() -> None:
     launch.forget()
     assert used(spec, LAYERNORM) == used(spec, {"rows": 600, "columns": 768}) == other
     assert used(spec, {"rows": 1024, "columns": 800})["block"] == default["block"]
-    assert used(spec, LAYERNORM, arch="compute_75") == default  # another GPU's code
+    assert used(spec, LAYERNORM, arch="compute_75") == default  # code of another GPU
 
 
 def test_wrong_candidates_and_impossible_ones_are_faults() -> None:
@@ -90,7 +90,7 @@ def test_wrong_candidates_and_impossible_ones_are_faults() -> None:
         worker.open(named)
         with pytest.raises(Fault, match="tunables are block, row_warps"):
             worker.check(named, {"block": 128})
-        worker.check(named, {"block": 128, "row_warps": 1})  # goes on
+        worker.check(named, {"block": 128, "row_warps": 1})  # continues
         ((median, p20, p80),) = worker.time(named, [{"block": 128, "row_warps": 1}])
         assert 0.5 < p20 <= median <= p80 < 50
     finally:
@@ -98,7 +98,7 @@ def test_wrong_candidates_and_impossible_ones_are_faults() -> None:
 
 
 def test_a_hanging_queue_is_survived() -> None:
-    """A time limit that nothing can keep stands for a kernel that never ends."""
+    """A time limit that nothing can meet stands for a kernel that never ends."""
     hasty, named = Worker(patience=0.001), ("layernorm", "fp16", LAYERNORM, False)
     with pytest.raises(Fault, match="no answer within"):
         hasty.open(named)
@@ -125,12 +125,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert {row["verdict"] for row in rows} <= {"improved", "confirmed"}
     assert {row["gpu"] for row in rows} == {gpu()}
-    assert [row["overlapping"] for row in rows].count(True) == len(rows) / 2  # every case in both ways
+    assert [row["overlapping"] for row in rows].count(True) == len(rows) / 2  # every case launched in both ways
     assert choices.summary(gpu()).swept == len(rows) / 2
 
 
 def test_projected_choices_compute_what_they_should() -> None:
-    """Those for the T4, on the Turing path: they have not been timed, but they are right."""
+    """Those for the T4, on the Turing path: they have not been timed, but they are correct."""
     for choice in choices.read(choices.shipped_file("Tesla T4"), "Tesla T4"):
         spec = find(choice.kernel)
         dims = next(dims for dims in spec.bench_dims if choices.shape_class(spec, dims) == choice.shape)

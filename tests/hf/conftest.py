@@ -26,7 +26,7 @@ def make_model(**changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                parameter.normal_(0, 0.1)  # a mistake there must show
+                parameter.normal_(0, 0.1)  # a mistake with one must show
     return model.eval()
 
 
@@ -45,7 +45,7 @@ def random_ids(rows: int, length: int, seed: int = 5) -> Tensor:
 
 
 def left_padded(ids: Tensor, pads: list[int]) -> Tensor:
-    """A mask that hides the first so many ids of each row."""
+    """Return a mask that hides the first `pads[i]` ids of row i."""
     return (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long()
 
 
@@ -57,5 +57,5 @@ def logits(model: Any, ids: Tensor, **keywords: Any) -> Tensor:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """As near as fp32 kernels that add in another order."""
+    """Return whether both are equal up to the rounding of fp32 kernels with another order of sums."""
     return bool((a - b).abs().max() <= 2e-5 * b.abs().max())

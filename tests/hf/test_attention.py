@@ -1,4 +1,4 @@
-"""Attention: which masks are ours, and the trap of a name without a mask function."""
+"""Attention: which masks use our kernels, and the trap of a name without a mask function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warpline.hf import attention as ours
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of queries of each call that our kernels took."""
+    """Record the number of queries of each call of our kernels."""
     calls: list[int] = []
     original = ours._ours
 
@@ -117,7 +117,7 @@ def test_layers_scaled_by_their_number(ids: Tensor) -> None:
 
 
 def test_a_name_without_its_mask_function_is_the_trap(ids: Tensor) -> None:
-    """What transformers does then: no mask at all for padded rows, and no error. Ours has one under its name."""
+    """Without one, transformers passes no mask for padded rows, and raises no error. Ours has one under its name."""
     from transformers import AttentionInterface
 
     mask = left_padded(ids, [0, 4, 11])

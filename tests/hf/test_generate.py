@@ -1,4 +1,4 @@
-"""`generate` of a patched model: the engine where it can, the original method elsewhere, the same text either way."""
+"""`generate` of a patched model: the engine where possible, the original method elsewhere, the same text in both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_i
 
 
 def compare(model: Any, ids: Tensor, **arguments: Any) -> Report:
-    """Both ways, before and after the patch; the same tokens."""
+    """Generate before and after the patch; the tokens must be the same."""
     whf.unpatch(model)
     before = model.generate(ids, **arguments)
     report = whf.patch(model)
@@ -46,7 +46,7 @@ def compare(model: Any, ids: Tensor, **arguments: Any) -> Report:
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore")  # transformers wonders about settings that greedy decoding does not use
+@pytest.mark.filterwarnings("ignore")  # transformers warns about settings that greedy decoding does not use
 def test_what_the_engine_does(model: Any, ids: Tensor, changes: dict[str, Any]) -> None:
     report = compare(model, ids, attention_mask=torch.ones_like(ids), **GREEDY | changes)
     assert report.calls == {"engine": 1}
@@ -219,7 +219,7 @@ def test_weights_are_shared_where_the_layout_allows(model: Any) -> None:
     assert copied.weights.tensors["h.0.mlp.c_fc.weight"].is_contiguous()
     assert copied.weights.tensors["wte.weight"].data_ptr() == model.lm_head.weight.data_ptr()
     assert copied.weights.tensors["wpe.weight"].data_ptr() == model.transformer.wpe.weight.data_ptr()
-    assert take(model, copy=False, eos=None).copied_bytes == 0  # as torch can compute with
+    assert take(model, copy=False, eos=None).copied_bytes == 0  # torch can compute with these views
 
 
 def test_untied_head(ids: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a patch may change at most, and which prompts are ours."""
+"""The largest change that a patch may make, and which prompts run on our kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpline.hf.probe import Seen
 def test_no_rounding_explains_more_than_half_of_the_spread() -> None:
     values = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     assert Seen(values).allowed(torch.float32, 12) < Seen(values).spread / 2
-    values[0, 0] = 1e6  # one large logit makes rounding large, but no excuse
+    values[0, 0] = 1e6  # one large logit makes rounding large, but must not excuse more
     assert Seen(values).allowed(torch.bfloat16, 48) == pytest.approx(Seen(values).spread / 2)
 
 

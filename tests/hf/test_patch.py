@@ -1,4 +1,4 @@
-"""Patching and its undoing: what moves, what stays, and what is refused."""
+"""Patching and its undoing: what changes, what stays, and what is refused."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_copies_are_patched_on_their_own(model: Any, ids: Tensor) -> None:
 
 @pytest.fixture
 def without_onednn() -> Iterator[None]:
-    """For bf16 it takes AMX instructions, which kill the process on machines that announce but do not grant them."""
+    """For bf16 oneDNN uses AMX instructions, which kill the process on machines that announce but do not grant them."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     yield
@@ -165,11 +165,11 @@ def test_float64_runs_as_it_did(model: Any, ids: Tensor) -> None:
 def test_moved_to_another_device(model: Any) -> None:
     whf.patch(model)
     block = model.to("meta").transformer.h[0]
-    x = torch.zeros(2, 5, 64, device="meta")  # a whole pass over such tensors is more than transformers can do
+    x = torch.zeros(2, 5, 64, device="meta")  # transformers cannot run a whole pass with such tensors
     with torch.no_grad():
         with pytest.warns(UserWarning, match="do not run on meta"):
             assert block.mlp(x).shape == x.shape
-        assert block.ln_1(x).device == x.device  # said once
+        assert block.ln_1(x).device == x.device  # warned once
     with pytest.raises(ConfigError, match="on meta"):
         whf.patch(model)
 
@@ -287,7 +287,7 @@ def test_parts_changed_by_others_are_left(model: Any) -> None:
 
 def test_parts_changed_after_the_patch_are_called(model: Any, ids: Tensor) -> None:
     class Adapted(torch.nn.Module):
-        """As adapters do: the weight of what it wraps, and something more."""
+        """An adapter: it has the weight of what it wraps, and something more."""
 
         def __init__(self, inner: Any):
             super().__init__()
@@ -354,7 +354,7 @@ def test_wrong_results_are_refused_with_the_figure(model: Any, monkeypatch: pyte
 
 
 def test_trained_weights_are_within_their_rounding() -> None:
-    """Their activations are larger in places than random weights make them."""
+    """Their activations are larger in places than those of random weights."""
     (model,) = as_transformers(weights.load("stories"), torch.device("cpu"), copies=1)
     report = whf.patch(model)
     assert set(report.replaced) == set(PARTS)

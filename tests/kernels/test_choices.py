@@ -1,4 +1,4 @@
-"""Stored choices: which shapes share one, whose comes first, and what becomes of stale, damaged and contested ones."""
+"""Stored choices: which shapes share one, which one comes first, and stale, damaged and contested files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compile on a machine without a GPU, for every GPU, and the cache survives what happens to caches."""
+"""Kernels compile on a machine without a GPU, for every GPU, and the cache survives damage and concurrent use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def variant(columns: int = 96, dtype: str = "fp16") -> Variant:
     return Variant.of(LAYERNORM, dtype, {"rows": 1, "columns": columns}, "sm_80")
 
 
-#: For these all shapes are compiled; the others have the same limits or the same paths, and get one shape.
+#: All shapes are compiled for these; the others have the same limits or the same paths, and get one shape.
 WHOLE = ("sm_75", "sm_80", "sm_90", "sm_120")
 
 
@@ -81,7 +81,7 @@ def test_device_code_knows_no_host(header: Path) -> None:
     "spec", [s for s in CATALOG.values() if "group" in s.header or "flash" in s.header], ids=lambda s: s.name
 )
 def test_products_of_warpgroups_do_not_wait_for_each_other(spec: KernelSpec) -> None:
-    """ptxas says so if it has put a wait behind each, which it does where it does not see where they begin and end."""
+    """ptxas reports if it has put a wait after each, as it does where it does not see where they begin and end."""
     for dims in (spec.bench_dims[0], spec.bench_dims[-1]):
         variant = Variant.of(spec, "fp16", dims, "sm_90", overlapping=True)
         _, log = compiler._nvrtc(variant.translation_unit(), "sm_90", variant.label)
@@ -242,13 +242,13 @@ def test_bf16_is_not_compiled_for_turing() -> None:
 
 def test_only_what_is_touched_counts_as_moved() -> None:
     last = find("last_rows").bytes({"rows": 1024, "lanes": 3, "columns": 8}, "fp16")
-    assert last == 3 * 8 * 2 * 4 + 3 * 8  # two rows in and two out for each lane, and which it is
+    assert last == 3 * 8 * 2 * 4 + 3 * 8  # two rows in and two out per lane, and the lane's index
     few, many = ({"slots": 9, "capacity": 40, "vocab": 50, "places": 50, "columns": 8, "rows": n} for n in (5, 40))
     found = [find("prompt_embedding").bytes(dims, "fp32") for dims in (few, many)]
     assert found == [3 * 5 * 8 + 3 * 5 * 8 * 4, 3 * 40 * 8 + 3 * 40 * 8 * 4]
     alone, beside = ({"batch": 2, "heads": 3, "positions": 5, "depth": 8, "slots": slots} for slots in (2, 9))
     assert find("append_attention").bytes(alone, "fp16") == find("append_attention").bytes(beside, "fp16")
-    small = {"rows": 9, "columns": 1, "vocab": 2, "places": 3}  # a row asked for twice moves once
+    small = {"rows": 9, "columns": 1, "vocab": 2, "places": 3}  # a row that is requested twice moves once
     assert find("embedding").bytes(small, "fp32") == 2 * 9 * 8 + 4 * (2 + 3 + 9)
 
 
@@ -257,7 +257,7 @@ def test_binary_remembers_its_variant(cache: Path) -> None:
     assert (binary.program, binary.arch) == (variant(), "sm_90")
 
 
-#: What it takes to generate with gpt2, alone and in prefill.
+#: The kernels to generate with gpt2, for decoding and for prefill.
 GPT2 = [
     ("embedding", {"rows": 1, "columns": 768, "vocab": 50257, "places": 1024}),
     ("layernorm", {"rows": 1024, "columns": 768}),
@@ -279,7 +279,7 @@ GPT2 = [
 @pytest.mark.alone
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 def test_a_models_kernels_are_there_in_seconds(cache: Path, arch: str, slowness: float) -> None:
-    """About 2 s on two cores, then nothing."""
+    """About 2 s on two cores the first time, no time after that."""
     jobs = [(Variant.of(find(name), "fp16", dims, arch), arch) for name, dims in GPT2]
     start = time.perf_counter()
     compile_many(jobs)
@@ -295,7 +295,7 @@ MULTIPROCESSORS = {gpu.arch: gpu.units or 0 for gpu in KNOWN_GPUS}
 
 
 def test_persistent_decode_can_cooperate_everywhere() -> None:
-    """Every generation with one sequence in fp16; the narrowest and the widest with all that they may be asked for."""
+    """Every generation with one sequence in fp16; the narrowest and the widest with the largest possible request."""
     one = {arch: Extents("fp16", 768, 3072, 12, 12, 50257, 1, MULTIPROCESSORS[arch], arch) for arch in ARCH_LIMITS}
     wanted = list(one.values())
     for arch in ("sm_75", "sm_90"):

@@ -1,4 +1,4 @@
-"""Programs for a CPU: compiled once, found again, and made anew whenever what is kept cannot be trusted."""
+"""Programs for a CPU: compiled once, found again, and rebuilt whenever the stored ones cannot be trusted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("fp32", "fp32", "relu")
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Compiled once for all tests that do not test compiling."""
+    """Compile once for all tests that do not test compiling."""
     file = tmp_path_factory.mktemp("code") / "x.o"
     command = [sys.executable, "-m", "warpline.kernels.cpu.build", str(file), *NAMES]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(folder: Path, code: bytes) -> Path:
-    """Where it is looked for."""
+    """Store a file where the library looks for it."""
     folder.mkdir()
     file = folder / f"{'-'.join(NAMES)}-{machine.key()}.o"
     file.write_bytes(code)
@@ -55,7 +55,7 @@ def test_what_is_kept_is_found_and_what_is_damaged_is_not_used(
     file.write_bytes(code)
     triple, cpu, features = machine._host()
     monkeypatch.setattr(machine, "_host", lambda: (triple, cpu, features.replace("+sse2", "-sse2")))
-    assert machine.key.__wrapped__() not in file.name  # another CPU's
+    assert machine.key.__wrapped__() not in file.name  # of another CPU
 
 
 def test_two_processes_compile_at_once(folder: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_cannot_be_compiled_says_why(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_compiled_code_needs_the_c_library_alone(code: bytes, folder: Path) -> None:
-    """So that it can be loaded where numba is not imported."""
+    """So that it can be loaded without importing numba."""
     put(folder, code)
     words = (
         f"import sys; from warpline.kernels.cpu.library import Build; b = Build(*{NAMES}); "

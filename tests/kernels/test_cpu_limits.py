@@ -1,4 +1,4 @@
-"""What a CPU can do at best is no less than what others get out of it."""
+"""The measured limits of a CPU are not below what other code achieves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def best(do: Callable[[], object], times: int = 10) -> float:
 
 
 def test_memory() -> None:
-    """In one round of some at least: neighbours take a share that changes from second to second."""
+    """In at least one round of several: the share of neighbouring processes changes from second to second."""
     data = torch.ones(256_000_000 // 4)
     rounds = [(data.nbytes / best(data.sum) / 1e9, limits.read_gb_s(256)) for _ in range(5)]
     assert any(0.9 * torchs < ours < 5000 for torchs, ours in rounds), rounds

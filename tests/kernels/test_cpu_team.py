@@ -30,7 +30,7 @@ def test_a_team_hands_errors_over_and_goes_on() -> None:
 
 @pytest.mark.skipif(CPUS < 2, reason="the system names no CPUs, or one")
 def test_each_has_a_cpu_of_its_own_and_the_caller_its_freedom() -> None:
-    """Also when both were on one before, which is where the caller keeps being put."""
+    """Also when both were on one CPU before, where the caller tends to be placed."""
     team, allowed, seen = Team(2), hardware.allowed_cpus(), []
     for first in sorted(allowed)[:2]:
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""Products by warpgroups: how their weights lie, which tiles they take, and what a launch is given."""
+"""Products by warpgroups: the layout of weights, the tiles, and the arguments of a launch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_shape_has_tiles_that_fit(spec: KernelSpec, width: int) -> None:
 
 @pytest.mark.parametrize("spec", GROUP, ids=lambda spec: spec.name)
 def test_one_stage_is_too_few_for_two_tiles(spec: KernelSpec) -> None:
-    """A stage is given back when the next one is read: with one, everybody would wait for ever."""
+    """A stage is released when the next one is read: with one stage every warp would wait forever."""
     one = {"tile_m": 64, "tile_n": 32, "splits": 1, "stages": 1, "chains": 2, "segments": 1}
     assert spec.allows({"rows": 64, "outputs": 64, "inputs": 64}, one, "fp16")
     assert not spec.allows({"rows": 64, "outputs": 64, "inputs": 128}, one, "fp16")

@@ -1,4 +1,4 @@
-"""Tunables with which a row has the same bits among any number of rows. Whether it has, tests/gpu asks a GPU."""
+"""Tunables with which a row has the same bits in any number of rows. tests/gpu checks the bits themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.spec import KernelSpec, Variant
 
 INVARIANT = [spec for spec in CATALOG.values() if spec.invariant is not None]
-#: What decides the order of a row's sums; the rest is only who computes what.
+#: What determines the order of a row's sums; the rest only distributes the work.
 ORDER = {
     "standard_matmul_bias": ("chains", "segments"),
     "standard_matmul_bias_gelu": ("chains", "segments"),
@@ -46,7 +46,7 @@ def test_they_are_the_same_for_any_rows(spec: KernelSpec) -> None:
 
 @given(st.integers(1, 4096))
 def test_a_part_of_a_context_has_a_size_of_its_own(positions: int) -> None:
-    """However long a context a step is bound for, its parts are enough."""
+    """For any context length of a step its parts are sufficient."""
     dims = {"batch": 3, "heads": 2, "positions": positions, "depth": 64}
     tunables = find("decode_attention").tunables_for(dims, "fp16", "sm_90", invariant=True)
     assert tunables["part"] * tunables["splits"] >= positions

@@ -1,4 +1,4 @@
-"""Ops of an int8 KV cache: their references beside a plain one's, their bytes, and what the compiler makes of them."""
+"""Ops of an int8 KV cache: their references compared with plain ones, their bytes, and the compiler's report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rows_go_where_they_belong_and_nowhere_else(dims: dict[str, int]) -> Non
     rounded, _, *after = QUANTISE.reference(*inputs)
     touched = torch.zeros(before[0].shape[0], before[0].shape[2], dtype=torch.bool)
     touched[slots, positions] = True
-    assert touched.sum() == dims["rows"]  # no place twice
+    assert touched.sum() == dims["rows"]  # no position twice
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new.transpose(1, 2)[~touched], old.transpose(1, 2)[~touched])
     for row in range(dims["rows"]):
@@ -80,7 +80,7 @@ def test_half_the_bytes_are_moved() -> None:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 @pytest.mark.parametrize("spec", [APPEND, PROMPT, QUANTISE], ids=lambda spec: spec.name)
 def test_nothing_is_spilled_and_enough_is_under_way(spec: KernelSpec, arch: str) -> None:
-    """A multiprocessor holds threads enough to have 32 KB of codes on their way: 16 bytes of keys, 16 of values."""
+    """A multiprocessor holds enough threads for 32 KB of codes in flight: 16 bytes of keys, 16 of values each."""
     dtypes = [dtype for dtype in spec.dtypes if spec.runs_on(dtype, arch)]
     jobs = [(Variant.of(spec, dtype, dims, arch), dims) for dtype in dtypes for dims in spec.bench_dims]
     for (variant, dims), binary in zip(jobs, compile_many([(variant, arch) for variant, _ in jobs]), strict=True):

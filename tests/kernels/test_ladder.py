@@ -1,4 +1,4 @@
-"""The ladders: what they are made of, and that all of it compiles on a machine without a GPU."""
+"""The ladders: their rungs, and that all of them compile on a machine without a GPU."""
 
 from __future__ import annotations
 

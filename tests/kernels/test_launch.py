@@ -19,7 +19,7 @@ from warpline.kernels.spec import Launch, Variant
 
 @pytest.mark.parametrize("status", ["UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE"])
 def test_old_driver_is_told_from_other_failures(monkeypatch: pytest.MonkeyPatch, status: str) -> None:
-    """A driver of CUDA 12.4 that is handed what a newer compiler made."""
+    """A driver of CUDA 12.4 that gets a binary of a newer compiler."""
     cuda = driver()
     monkeypatch.setattr(cuda, "cuDriverGetVersion", lambda: (cuda.CUresult.CUDA_SUCCESS, 12040))
     with pytest.raises(KernelError, match=r"loading x: \w+: the driver supports CUDA 12\.4 and the compiler"):
@@ -61,7 +61,7 @@ def test_constant_memory_is_filled_when_it_holds_something_else() -> None:
 
 
 def test_arguments_are_packed_as_the_kernel_declares_them() -> None:
-    """Read back through the pointers, as the driver does: pointers, Views, ints that may be negative, floats."""
+    """Read back through the pointers, as the driver does: pointers, Views, negative ints, floats."""
     spec, dims = CATALOG["flash_attention"], {"batch": 2, "heads": 3, "queries": 5, "keys": 7, "depth": 64}
     q, k = torch.zeros(2, 5, 3, 64).transpose(1, 2), torch.zeros(2, 3, 7, 64)
     inputs, outputs = [q, k, k.clone(), torch.zeros(2, dtype=torch.int64)], [torch.zeros(2, 5, 3, 64)]
@@ -84,7 +84,7 @@ def test_arguments_are_packed_as_the_kernel_declares_them() -> None:
     [
         (torch.zeros(2, 3, 5, 64, dtype=torch.half), True),
         (torch.zeros(2, 5, 3, 3, 64, dtype=torch.half)[:, :, 1].transpose(1, 2), True),  # q of a packed qkv
-        (torch.zeros(2, 3, 64, 5, dtype=torch.half).transpose(2, 3), False),  # columns are no neighbours
+        (torch.zeros(2, 3, 64, 5, dtype=torch.half).transpose(2, 3), False),  # columns are not contiguous
         (torch.zeros(2, 3, 5, 65, dtype=torch.half)[..., :64], False),  # rows are not aligned to 16 bytes
         (torch.zeros(2, 3, 5, 65, dtype=torch.half), True),  # and need not be, at 65 columns
         (torch.zeros(1 + 2 * 3 * 5 * 64)[1:].view(2, 3, 5, 64), False),

@@ -1,4 +1,4 @@
-"""Packed prompts: the table that a launch goes through, and attention that does not know how rows were packed."""
+"""Packed prompts: the table for a launch, and attention that is independent of how rows were packed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LANES = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 400)), max_size=3
 
 
 def packed(lanes: list[tuple[int, int]], slots: list[int] | None = None) -> np.ndarray:
-    """Lanes one behind the other, in slots that say nothing about their order."""
+    """Return lanes one after the other, in slots independent of their order."""
     starts, counts = np.array(lanes, np.int64).reshape(-1, 2).T
     chosen = np.arange(len(lanes))[::-1] * 7 % 31 if slots is None else slots
     return np.stack([chosen, starts, np.cumsum(counts) - counts, counts], axis=1)
@@ -48,7 +48,7 @@ def test_a_table_has_every_row_once_and_begins_with_what_takes_longest(
     assert sorted(rows) == list(range(sum(count for _, count in lanes)))
     ends = table[:, 1] + table[:, 3]
     assert (np.diff(ends) <= 0).all()
-    for end in set(ends.tolist()):  # of those that take as long the lanes' order is kept
+    for end in set(ends.tolist()):  # among those of equal time the lanes' order is kept
         assert (np.diff(table[ends == end, 2]) >= 0).all()
 
 
@@ -57,7 +57,7 @@ def test_no_lanes_are_no_tiles() -> None:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """One sequence [heads, length, depth], query by query."""
+    """Attend in one sequence [heads, length, depth], query by query."""
     out = torch.zeros_like(q)
     for i in range(q.shape[1]):
         seen = slice(max(0, i + 1 - window) if window else 0, i + 1)
@@ -69,7 +69,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("chunk", [100, 1, 4])
 def test_sequences_do_not_know_of_each_other_nor_of_chunks(chunk: int, window: int) -> None:
-    """Three sequences, brought in passes of up to `chunk` tokens each, beside each other and in any slots."""
+    """Three sequences, in passes of up to `chunk` tokens each, beside each other and in any slots."""
     heads, depth, lengths, slots = 2, 3, [11, 4, 7], [2, 5, 0]
     torch.manual_seed(3)
     q, k, v = (torch.randn(3, heads, 11, depth, dtype=torch.float64) for _ in range(3))
@@ -82,7 +82,7 @@ def test_sequences_do_not_know_of_each_other_nor_of_chunks(chunk: int, window: i
         rows = [t[i, :, start : start + n] for t in (q, k, v) for i, n in zip(these, counts, strict=True)]
         joined = [torch.cat(rows[at : at + len(these)], dim=1)[None] for at in (0, len(these), 2 * len(these))]
         spans = packed([(start, count) for count in counts], [slots[i] for i in these])
-        tiles = torch.from_numpy(tiles_of(spans, 2))  # any size of tiles
+        tiles = torch.from_numpy(tiles_of(spans, 2))  # tiles of any size
         y, cache_k, cache_v = PROMPT.reference(*joined, tiles, cache_k, cache_v, window=window, scale=depth**-0.5)
         for i, (_, _, row, count) in zip(these, spans.tolist(), strict=True):
             found[i, :, start : start + count] = y[0, row : row + count].transpose(0, 1)
@@ -92,12 +92,12 @@ def test_sequences_do_not_know_of_each_other_nor_of_chunks(chunk: int, window: i
         assert torch.equal(cache_k[slot, :, :length], k[i, :, :length])
         assert torch.equal(cache_v[slot, :, :length], v[i, :, :length])
         before[slot, :, :length] = k[i, :, :length]
-    assert torch.equal(cache_k.nan_to_num(7), before.nan_to_num(7))  # and nothing else was touched
+    assert torch.equal(cache_k.nan_to_num(7), before.nan_to_num(7))  # nothing else was changed
 
 
 @pytest.mark.parametrize("dims", [dims for dims in PROMPT.test_dims if dims["rows"] <= 300], ids=str)
 def test_random_tables_are_whole(dims: Dims) -> None:
-    """Distinct slots, no more keys than a slot holds, every row; other tiles are of the same sequences."""
+    """Distinct slots, no more keys than a slot holds, every row; other tiles belong to the same sequences."""
     small = random_inputs(PROMPT, "fp16", dims, 5, "cpu", tunables={"tile_queries": 32})
     large = made_for(PROMPT, small, {"tile_queries": 128}, dims, 5)
     begun = [t[3][(t[3][:, 3] == 0) & (t[3][:, 4] > 0)][:, :5] for t in (small, large)]

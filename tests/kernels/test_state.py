@@ -213,7 +213,7 @@ def test_slots_of_no_lane_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "Tesla T4"])
 def test_what_is_shipped_for_older_code_is_left_aside(gpu: str) -> None:
-    """Names of dimensions may have changed since; a question is answered all the same."""
+    """Names of dimensions may have changed since; a lookup still works."""
     for spec in CATALOG.values():
         for dims in spec.bench_dims:
             found = choices.stored(spec, spec.dtypes[0], dims, gpu)

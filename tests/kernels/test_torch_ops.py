@@ -38,7 +38,7 @@ def test_usable_in_a_compiled_graph(spec: KernelSpec) -> None:
         result = operator(spec)(*tensors)
         return 2 * (result[-1] if isinstance(result, tuple) else result)
 
-    torch._dynamo.reset()  # one piece of code compiled for every spec would reach the limit of its versions
+    torch._dynamo.reset()  # one function compiled for every spec would reach the limit of its versions
     compiled = torch.compile(double, backend="aot_eager", fullgraph=True)
     inputs = arguments(spec)
     assert torch.allclose(compiled(*inputs), double(*inputs))
@@ -54,7 +54,7 @@ def test_numbers_are_passed_on(spec: KernelSpec) -> None:
         changed if isinstance(changed, tuple) else (changed,), spec.reference(*inputs, **numbers), strict=True
     ):
         assert torch.allclose(ours, reference)
-    if spec.name != "sample":  # which token is drawn need not depend on it
+    if spec.name != "sample":  # the drawn token need not depend on it
         usual = operator(spec)(*inputs)
         last = (changed[-1], usual[-1]) if isinstance(changed, tuple) else (changed, usual)
         assert not torch.allclose(*last)
@@ -73,5 +73,5 @@ def test_reference_is_what_the_model_does(spec: KernelSpec) -> None:
     numbers = spec.number_values(spec.dims_of([tensor.shape for tensor in inputs]))
     exact = spec.reference(*torch_ops.as_floats(inputs, torch.float64), **numbers)
     for ours, reference in zip(single if isinstance(single, tuple) else (single,), exact, strict=True):
-        rounding = ROUNDING["fp16"] if ours.dtype == torch.float16 else 0  # where results are half precision anyway
+        rounding = ROUNDING["fp16"] if ours.dtype == torch.float16 else 0  # for results in half precision
         assert (ours.double() - reference).abs().max() <= (64 * 2**-24 + rounding) * reference.abs().max()

@@ -1,4 +1,4 @@
-"""The judge of kernels: what is right passes, and every kind of wrong is named."""
+"""The judge of kernels: right results pass, and every kind of error is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpline.kernels.verify import Trial
 
 
 def computed(trial: Trial) -> list[Tensor]:
-    """The reference in float32, rounded to the storage type, as a kernel would."""
+    """Compute the reference in float32, rounded to the storage type, as a kernel would."""
     floats = [t.float() if t.is_floating_point() else t for t in trial.inputs]
     results = trial.spec.reference(*floats, **trial.spec.number_values(trial.dims))
     kinds = [TORCH_TYPES[buffer.element(trial.dtype)] for buffer in trial.spec.results]

@@ -101,7 +101,7 @@ def test_a_pass_runs_exactly_the_steps_that_are_costed() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "int8"])
 def test_a_position_takes_what_the_cache_has_for_it(dtype: str) -> None:
-    """By the memory that an executor takes, whose dtype is its own where weights are int8."""
+    """Compared with the memory that an executor allocates, with its own dtype where weights are int8."""
     weights = load(SMALL, dtype=dtype)
     slots = create("cpu", weights, torch.device("cpu"), dtype).allocate(1, 7)
     taken = (slots.cache.k.nbytes + slots.cache.v.nbytes) / 7 / slots.cache.k.shape[1]

@@ -1,4 +1,4 @@
-"""The oracle against `transformers`: same weights, same logits."""
+"""The oracle compared with `transformers`: same weights, same logits."""
 
 from __future__ import annotations
 

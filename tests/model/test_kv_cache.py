@@ -1,4 +1,4 @@
-"""An int8 KV cache: what codes mean, how near they come, and that nothing depends on how a prompt was cut."""
+"""An int8 KV cache: what codes mean, how precise they are, and that nothing depends on how a prompt is split."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_zeros_vanishing_rows_and_what_is_no_number() -> None:
 @pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (5, 1, 6)])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_logits_are_those_of_rounded_keys_and_values(chunks: tuple[int, ...], in_place: bool) -> None:
-    """By a model without a cache whose keys and values are rounded as they are made, in whatever parts it is read."""
+    """A model without a cache rounds its keys and values as they are made, however the prompt is split."""
     config = ModelConfig(n_layer=2, n_head=2, n_embd=12, vocab_size=50, n_positions=16)
     model = make_model(make_weights(config))
     ids = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -75,7 +75,7 @@ def test_logits_are_those_of_rounded_keys_and_values(chunks: tuple[int, ...], in
     hooks = [block.attn.c_attn.register_forward_hook(rounded) for block in model.h]  # type: ignore[union-attr]
     expected, rough = model(ids), make_exact(model, hooks)(ids)
     assert torch.allclose(torch.cat(found, 1), expected, atol=1e-4)
-    assert (rough - expected).abs().max() > 1e-3  # rounding is seen at all
+    assert (rough - expected).abs().max() > 1e-3  # rounding has a visible effect
 
 
 def make_exact(model: GPT2, hooks: list[torch.utils.hooks.RemovableHandle]) -> GPT2:

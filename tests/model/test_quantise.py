@@ -1,4 +1,4 @@
-"""Weights as int8 codes: what they say of themselves, and what has no codes."""
+"""Weights as int8 codes: their accuracy, and what has no codes."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_halves_of_floats_are_never_smaller() -> None:
 def test_the_cpu_executor_screens_without_changing_a_token(dtype: str, temperature: float, rows: int) -> None:
     weights = load(SMALL, dtype=dtype)
     head = weights.tensors["wte.weight"]
-    head[7] = head[8] = head[9]  # whoever is first of equals
+    head[7] = head[8] = head[9]  # of equals the first counts
     head[11] *= 40
     head[12] = torch.finfo(head.dtype).smallest_normal / 8
     head[13] = 0

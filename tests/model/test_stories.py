@@ -1,4 +1,4 @@
-"""The embedded model: it is there, it is small, it writes what it always wrote, and others can read it."""
+"""The embedded model: it exists, it is small, its texts are unchanged, and other libraries can read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from warpline.model.weights import Weights, load
 
 DATA = Path(__file__).parents[1] / "data"
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
-#: Nats per token of the held-out stories in fp32, to all digits that fp32 keeps from machine to machine.
+#: Nats per token of the held-out stories in fp32, to all digits that agree between machines.
 NATS_PER_TOKEN = 1.25340
 #: Rounding moves a logit by about ten half-units of the dtype; over 4,409 tokens the errors average out to a tenth.
 TOLERANCE = {"fp32": 1e-5, "fp16": 2**-11, "bf16": 2**-8}
@@ -35,7 +35,7 @@ def llm() -> LLM:
 
 
 def golden() -> dict[str, list[int]]:
-    """Greedy continuations whose every choice was clear by at least 0.01, far above fp32 rounding."""
+    """Greedy continuations in which every choice was clear by at least 0.01, far above fp32 rounding."""
     loaded: dict[str, list[int]] = json.loads((DATA / "golden_stories.json").read_text())
     return loaded
 

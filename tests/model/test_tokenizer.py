@@ -1,4 +1,4 @@
-"""The tokenizer against two others: OpenAI's own library and a literal reading of the published rule."""
+"""The tokenizer compared with two others: OpenAI's own library and a literal reading of the published rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from warpline.errors import ConfigError, ModelError
 from warpline.model.tokenizer import END_OF_TEXT, Tokenizer, byte_alphabet
 
-#: How GPT-2 cuts a text into words before merging.
+#: How GPT-2 splits a text into words before merging.
 WORDS = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 TRICKY = [
@@ -77,7 +77,7 @@ def merge_rank() -> dict[tuple[str, str], int]:
 
 
 def by_the_rule(text: str) -> list[int]:
-    """Cut into words, then join the pair that was merged first in training, again and again."""
+    """Split into words, then repeatedly join the pair that was merged first in training."""
     alphabet, rank = byte_alphabet(), merge_rank()
     index = {char: i for i, char in enumerate(alphabet.values())}
     ids: list[int] = []
@@ -122,7 +122,7 @@ def test_tricky_texts(text: str) -> None:
     assert ours().decode(ids) == text
 
 
-#: Engines differ in which Unicode version's letters they know; what Unicode 14 assigned is common ground.
+#: Engines differ in the Unicode version of their letters; what Unicode 14 assigned is common to all.
 COMMON = unicodedata if unicodedata.unidata_version <= "14.0.0" else unicodedata.ucd_3_2_0
 ASSIGNED = st.characters(exclude_categories=["Cs"]).filter(lambda char: COMMON.category(char) != "Cn")
 
@@ -142,7 +142,7 @@ def test_every_unicode_text_round_trips(text: str) -> None:
 
 
 def test_every_old_character_is_cut_alike() -> None:
-    """Exhaustive: each assigned character among letters and digits and behind a space."""
+    """Exhaustive: each assigned character among letters and digits and after a space."""
     cut = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     for code in range(sys.maxunicode + 1):
         char = chr(code)
@@ -216,7 +216,7 @@ def test_settings_of_a_training_run_are_ignored(tmp_path: Path) -> None:
 
 
 def test_folders_with_other_tokenizer_files(tmp_path: Path) -> None:
-    assert Tokenizer.from_folder(tmp_path).encode("Hi") == ours().encode("Hi")  # none at all: GPT-2's
+    assert Tokenizer.from_folder(tmp_path).encode("Hi") == ours().encode("Hi")  # without any file: GPT-2's
     ours().save(tmp_path)
     (tmp_path / "tokenizer.json").unlink()  # vocab.json and merges.txt are left
     for text in TRICKY:
@@ -245,7 +245,7 @@ def test_text_a_tokenizer_cannot_encode(tmp_path: Path) -> None:
 
 
 def test_tokenizer_that_does_not_work_on_bytes(tmp_path: Path) -> None:
-    """A WordPiece model, as some GPT-2s for other languages have, streams too."""
+    """A WordPiece model, as some GPT-2s for other languages have; it streams too."""
     vocab = {word: i for i, word in enumerate(["[UNK]", "hello", "world", "##ly", "!"])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -259,7 +259,7 @@ def test_tokenizer_that_does_not_work_on_bytes(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.integers(-1, 50300), max_size=9), min_size=1, max_size=9))
 def test_many_texts_have_the_bytes_that_each_has(texts: list[list[int]]) -> None:
-    """Broken characters, special tokens and ids that nobody knows included."""
+    """Including broken characters, special tokens and ids that the tokenizer does not know."""
     tokenizer = _gpt2()
     found = tokenizer.join_many([np.array(ids, np.int64) for ids in texts])
     assert found == [tokenizer.joined_bytes(ids) for ids in texts]
@@ -269,7 +269,7 @@ _gpt2 = functools.cache(Tokenizer.gpt2)
 
 
 def test_many_texts_get_nothing_added_either(tmp_path: Path) -> None:
-    """Some tokenizers put a token around each text unless they are told not to."""
+    """Some tokenizers put a token around each text by default."""
     Tokenizer.gpt2().save(tmp_path)
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     around = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]

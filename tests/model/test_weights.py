@@ -45,7 +45,7 @@ def test_folder_and_file(saved: tuple[Weights, Path]) -> None:
 
 
 def test_names_without_prefix_and_with_buffers(saved: tuple[Weights, Path]) -> None:
-    """OpenAI's own checkpoint has no "transformer." but carries the causal mask of every layer."""
+    """OpenAI's own checkpoint has no "transformer." but contains the causal mask of every layer."""
     expected, folder = saved
     tensors = {name.removeprefix("transformer."): value for name, value in checkpoint(expected).items()}
     tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 20, 20) for i in range(2)}
@@ -231,11 +231,11 @@ def test_random_weights_follow_from_the_seed() -> None:
     assert first.tensors["ln_f.weight"].mean() == pytest.approx(1, abs=0.1)
 
 
-# --- the hub client, against a hub of our own on this machine -------------------------------------------------------
+# --- the hub client, with a local hub -----------------------------------------------------------------------------
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's protocol as its client needs to download one model."""
+    """The part of the hub's protocol that its client needs to download one model."""
 
     folder: Path
     served: list[str]

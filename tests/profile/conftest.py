@@ -1,4 +1,4 @@
-"""Sessions made up so that the answer is known, and one that was recorded."""
+"""Sessions made up so that the answer is known, and a recorded one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stages(layers: int) -> list[ModulePath]:
     return [stamp_path(m, i) for i in range(layers) for m in LAYER_STAMPS] + [stamp_path(m, None) for m in TOKEN_STAMPS]
 
 
-#: µs per layer and per step of a made-up GPU, computing alone.
+#: µs per layer and per step of a made-up GPU, computing only.
 BLOCK: dict[ModulePath, float] = {
     ("ln_1",): 2,
     ("attention", "QKV projection"): 5,
@@ -53,7 +53,7 @@ def made_up(
     scale: float = 1.0,
     **more: Any,
 ) -> Session:
-    """A step of gpt2 whose modules take what is written above, each waited for by `gap` µs."""
+    """Return a step of gpt2 with the module times above, each after a wait of `gap` µs."""
     block = BLOCK | {k: v for k, v in (change or {}).items() if k in BLOCK or k[0] in ("attention", "MLP")}
     model = MODEL | {k: v for k, v in (change or {}).items() if k in MODEL}
     times = {(f"h.{layer}", *path): us for layer in range(GPT2.n_layer) for path, us in block.items()} | model
@@ -107,7 +107,7 @@ def _kernel(path: ModulePath) -> str:
 
 @pytest.fixture(scope="session")
 def recorded() -> Session:
-    """The naive model, really run."""
+    """Record the naive model in a real run."""
     from warpline.profile.collect import Wish, collect
 
     return collect(Wish(method="naive", model=SMALL, dtype="fp32", device="cpu", context=12, steps=4))

@@ -1,4 +1,4 @@
-"""Recording on a CPU: sums hold against an independent clock, and nothing of it stays behind."""
+"""Recording on a CPU: sums agree with an independent clock, and nothing remains afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wish(method: str, **changes: Any) -> Wish:
 
 
 def made(name: str, one: Wish) -> tuple[Method, Any]:
-    """A method, and prompts as it takes them."""
+    """Return a method, and prompts in its form."""
     weights = load(SMALL)
     prompts = torch.randint(weights.config.vocab_size, (one.batch, one.context))
     method = methods.find(name)(weights, one.case, CPU)
@@ -82,7 +82,7 @@ def test_modules_sum_to_the_step(name: str) -> None:
 
 @pytest.mark.alone
 def test_recorded_steps_fill_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the wall clock, around the same generation."""
+    """Compared with the wall clock around the same generation."""
     one = wish("torch", steps=37)
     method, prompts = made("torch", one)
     method.generate(prompts, one.case.new)
@@ -183,7 +183,7 @@ def test_passes_over_one_prompt_are_one_step(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def kineto(name: str, start: float, us: float, **more: Any) -> Any:
-    """One of kineto's events, as far as it is asked, at so many µs of a day in 2026."""
+    """Return one of kineto's events with the fields that are read, at `us` µs of a day in 2026."""
     usual = {"device": "CPU", "correlation": 0, "thread": 1, "user": False} | more
     return SimpleNamespace(
         name=lambda: name,
@@ -215,7 +215,7 @@ def test_kinetos_events_become_ours() -> None:
         ("span", "warpline|h.0/attention/scores", 2),
         ("op", "aten::bmm", 4),
         ("launch", "cudaLaunchKernel", 6),
-        ("kernel", "gemm", 30.033),  # to the nanosecond, which a float of the time since 1970 has not
+        ("kernel", "gemm", 30.033),  # to the nanosecond, which a float of the time since 1970 does not resolve
         ("end", "warpline mark end", 60),
     ]
     found = aggregate(events, expected=1, on_gpu=True)
@@ -236,7 +236,7 @@ def test_events_in_place_of_cupti() -> None:
     rows = {row.path: (2 * row.busy_us, 2 * row.gap_us) for row in found.spans}
     assert rows["h.0", "ln_1"] == (3, 2)
     assert rows["h.0", "MLP"] == (4, 1)
-    assert rows["[step]",] == (10, 10)  # a step of which no module was seen
+    assert rows["[step]",] == (10, 10)  # a step without recorded modules
 
 
 def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -
 def test_kernels_are_placed_by_the_schedule(
     batch: int, whole: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "suits", lambda *_, **__: whole)  # as the GPU has it that can, or cannot
+    monkeypatch.setattr(schedule, "suits", lambda *_, **__: whole)  # as on a GPU that can, or cannot
     weights = load(SMALL, dtype=dtype)
     steps = decode_step(PassRules(weights), batch, End.LIKELIEST)
     ops = [(s.op, op_path(s.op, s.inputs, s.layer)) for s in steps]
@@ -280,7 +280,7 @@ def test_kernels_are_placed_by_the_schedule(
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_tables_of_an_executor_that_ran(batch: int, phase: str) -> None:
-    """The kernels executor runs its table on a CPU too, by references; its kernels' names are made up here."""
+    """The kernels executor runs its table on a CPU too, by references; the names of kernels are made up here."""
     one = wish("kernels", batch=batch)
     method, prompts = made("kernels", one)
     marks: list[int] = []
@@ -371,7 +371,7 @@ def test_recorded_session_knows_where_it_comes_from(recorded: Session) -> None:
 
 
 def test_a_step_lost_in_noise_is_not_given_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First tokens that took longer than whole generations: the recorded steps count, and the session says so."""
+    """First tokens took longer than whole generations: the recorded steps count, and the session says so."""
     monkeypatch.setattr(recording, "interleave", lambda *_, **__: [("decode", s) for s in (0.7, 0.5) * 3])
     wish = Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2, phases=("decode",))
     session = collect(wish)

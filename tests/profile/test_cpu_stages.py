@@ -44,7 +44,7 @@ def test_the_cpu_executor_shows_its_stages(name: str, dtype: str) -> None:
 
 
 def test_steps_that_are_not_stamped_cost_nothing_more() -> None:
-    """Behind a profile the executor writes no clocks; in one, threads' clocks run forward."""
+    """After a profile the executor writes no clocks; during one, clocks of threads only increase."""
     method = OnCpu(load(SMALL), wish("cpu").case, CPU)
     given = method.given(torch.zeros(1, 12, dtype=torch.int64))
     found = method.stamped(given, 5, 2)

@@ -1,4 +1,4 @@
-"""Made-up events become rows whose sums are known."""
+"""Made-up events become rows with known sums."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_moment_on_a_cpu_has_a_module() -> None:
     assert rows["h.0", "attention"] == (0, 2)  # between two of its steps
     assert rows["h.0", "attention", "mask"] == (0, 6)
     assert rows["h.1", "ln_1"] == (3, 2)
-    assert rows[()] == (0, 9)  # before, behind, and between two blocks
+    assert rows[()] == (0, 9)  # before, after, and between two blocks
     assert sum(a + b for a, b in rows.values()) == 30
     kernels = {row.name: row for row in found.kernels}
     assert (kernels["aten::matmul"].us, kernels["aten::matmul"].duration_us) == (2, 6)
@@ -67,7 +67,7 @@ def test_spans_inside_spans_keep_their_own_time() -> None:
 
 
 def test_operators_are_placed_by_a_sequencer_where_nobody_names_modules() -> None:
-    """The region around all is the step's, what is inside an operator goes with it; sums hold as ever."""
+    """The region around all operators belongs to the step, an operator's inner ones to its module; sums still hold."""
     events: list[Event] = []
     for at in (0.0, 100.0):
         events += [Event("mark", "", at), Event("op", "compiled region", at + 1, 90)]
@@ -84,7 +84,7 @@ def test_operators_are_placed_by_a_sequencer_where_nobody_names_modules() -> Non
     rows = times(found.spans)
     assert rows["h.0", "ln_1"] == (10, 0)
     assert rows["h.0", "attention", "QKV projection"] == (30, 0)
-    assert rows[()] == (50, 10)  # the product that nobody could place, and the region's own time
+    assert rows[()] == (50, 10)  # the unplaced product, and the region's own time
     assert found.unplaced == 2
     assert sum(row.us for row in found.kernels) == 90
 
@@ -108,7 +108,7 @@ def test_gaps_and_overlaps_on_a_gpu() -> None:
     assert found.steps == (40, 40)
     rows = times(found.spans)
     assert rows["h.0", "attention", "scores"] == (10, 20)  # from 35 of the step before to 15
-    assert rows["h.0", "ln_1"] == (10, 0)  # what the first one's end leaves of it
+    assert rows["h.0", "ln_1"] == (10, 0)  # what remains of it after the first one's end
     assert sum(a + b for a, b in rows.values()) == 40
     assert {row.name: (row.us, row.duration_us) for row in found.kernels} == {"gemm": (10, 10), "norm": (10, 15)}
     assert (found.launches.count, found.launches.host_us, found.launches.kernels) == (2, 6, 2)
@@ -124,7 +124,7 @@ def test_kernels_run_late_but_belong_to_the_step_that_launched_them() -> None:
 
 
 def test_the_timeline_follows_the_kernels_of_its_steps() -> None:
-    """The GPU runs 100 µs behind the host: the same steps are shown of both, each whole."""
+    """The GPU runs 100 µs behind the host: both show the same whole steps."""
     events = [event for i in range(4) for event in gpu_step(40.0 * i, i + 1)]
     late = [replace(e, start=e.start + 100) if e.kind == "kernel" else e for e in events]
     shown = aggregate([*late, end(300)], expected=4, skip=1, on_gpu=True).timeline
@@ -139,7 +139,7 @@ def test_the_timeline_follows_the_kernels_of_its_steps() -> None:
 
 
 def test_what_lies_between_two_generations_belongs_to_no_step() -> None:
-    """Prompts 1,000 µs apart: a step begins with its mark, and a copy behind a generation's end is nobody's."""
+    """Prompts 1,000 µs apart: a step begins with its mark, and a copy after a generation's end belongs to none."""
     events: list[Event] = []
     for i in range(3):
         events += [*gpu_step(1000.0 * i, i + 1), end(1000.0 * i + 50)]
@@ -192,7 +192,7 @@ def test_kernels_of_a_graph() -> None:
 
 
 def test_sums_hold_for_anything() -> None:
-    """Random kernels, overlapping or not: modules sum to the step, kernels to what is busy."""
+    """Random kernels, overlapping or not: modules sum to the step, kernels to the busy time."""
     dice = random.Random(3)
     events: list[Event] = []
     at, free = 0.0, 0.0
@@ -244,7 +244,7 @@ def test_launches_are_shown_however_short() -> None:
 
 
 def test_nobody_waits_a_negative_time() -> None:
-    """Operators a little longer than their span, because clocks are read one behind the other."""
+    """Operators slightly longer than their span, because clocks are read one after the other."""
     events = [Event("mark", "", 0), span(1, 4, "h.0", "ln_1"), Event("op", "aten::native_layer_norm", 1.5, 4.5), end(9)]
     rows = times(aggregate(events, expected=1, on_gpu=False).spans)
     assert all(gap >= 0 for _, gap in rows.values())

@@ -1,4 +1,4 @@
-"""What only a GPU runs, with a stand-in for it: CUDA events that read the host's clock, a kernel that only stamps."""
+"""GPU code with stand-ins: CUDA events that read the host's clock, a kernel that only stamps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from warpline.profile.session import Work
 
 
 class HostEvent:
-    """As torch.cuda.Event, for a device that is the host."""
+    """A torch.cuda.Event for the host."""
 
     def __init__(self, *, enable_timing: bool):
         assert enable_timing
@@ -88,7 +88,7 @@ def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
         def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
-            time.sleep(0.02)  # does not count
+            time.sleep(0.02)  # not counted
 
         def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
             asked.append((n, self.tokens))

@@ -1,4 +1,4 @@
-"""The sessions under results/: each opens, sums, and has something to say; none is faster than its machine."""
+"""The sessions under results/: each opens, sums, and has a verdict; none is faster than its machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_sums(session: Session) -> None:
 def test_nothing_is_faster_than_its_machine(session: Session) -> None:
     for phase in session.phases:
         point = whole(session, phase)
-        # A CPU's memory may be shared with neighbours, who were busier when its roof was measured.
+        # A CPU's memory may be shared, and other programs were busier when its roof was measured.
         most = 1.1 if session.kind == "cpu" else 1
         assert 0 < point.share <= most
         assert point.roof_us <= most * phase.free_us
@@ -53,7 +53,7 @@ def test_there_is_a_verdict(session: Session) -> None:
 
 
 def test_steps_are_on_the_timeline(session: Session) -> None:
-    """Each with something inside, and the session can be drawn."""
+    """Each step has something inside, and the session can be drawn."""
     for phase in session.phases:
         steps = [moment for moment in phase.timeline if moment.track == "step"]
         assert steps

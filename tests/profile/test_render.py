@@ -1,4 +1,4 @@
-"""What is drawn: a page in a real browser, a trace, Markdown, the terminal."""
+"""Rendering: a page in a real browser, a trace, Markdown, the terminal."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def browse(html: Path, *arguments: str) -> str:
 
 
 def brightness_of(png: Path) -> float:
-    """Of the picture's first pixel: the page's background."""
+    """Return the brightness of the picture's first pixel: the page's background."""
     data, at, packed = png.read_bytes(), 8, b""
     while at < len(data):
         (length,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
         body = data[at + 8 : at + 8 + length]
         packed += body if kind == b"IDAT" else b""
         at += 12 + length
-    return sum(zlib.decompress(packed)[1:4]) / 3  # the first pixel is stored as it is, whatever the filter
+    return sum(zlib.decompress(packed)[1:4]) / 3  # the first pixel is stored unchanged by every filter
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
@@ -64,7 +64,7 @@ def test_page_in_a_browser(tmp_path: Path, recorded: Session) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_tables_sort_and_tips_show(tmp_path: Path) -> None:
-    """A script of the test's own clicks, hovers and writes what it sees into the title."""
+    """The test's own script clicks, hovers and writes what it sees into the title."""
     probe = """<script>{
     const table = [...document.querySelectorAll("table.sortable")].pop(), head = table.querySelectorAll("th")[5];
     const column = () => [...table.tBodies[0].rows].map((r) => parseFloat(r.cells[5].textContent.replace(/,/g, "")));
@@ -113,7 +113,7 @@ def test_trace(tmp_path: Path, recorded: Session) -> None:
 
 
 def check_nesting(text: str) -> None:
-    """Of two events of a thread one ends before the other begins, or lies inside it, to the nanosecond."""
+    """Check that any two events of a thread are disjoint or nested, to the nanosecond."""
     threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in json.loads(text)["traceEvents"]:
         if event["ph"] == "X":
@@ -129,7 +129,7 @@ def check_nesting(text: str) -> None:
 
 
 def test_parts_never_outlast_their_whole(recorded: Session) -> None:
-    """Begins and ends anywhere between two nanoseconds, also when the session has been kept in a file."""
+    """Begins and ends anywhere between two nanoseconds, also after the session was stored in a file."""
     dice = random.Random(5)
     moments, at = [Moment("step", "step 1", (), 0.0, 1e5)], 0.0
     for _ in range(300):
@@ -209,7 +209,7 @@ def test_console(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_picture() -> None:
-    """The parts of a bar sum to the step when nobody records, and the longest bar is the longest step."""
+    """The parts of a bar sum to an unrecorded step, and the longest bar is the longest step."""
     slow, fast = made_up(gap=5.0), made_up()
     for session in (slow, fast):
         phase = session.phases[0]
@@ -226,7 +226,7 @@ def test_picture() -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_page_fits_a_phone_and_is_searched(tmp_path: Path, width: int) -> None:
-    """Nothing is wider than the window; a search adds up what it finds; a click shows a box alone."""
+    """Nothing is wider than the window; a search sums what it finds; a click shows a box alone."""
     probe = """<script>{
     const field = document.querySelector("input.search"), frame = document.querySelector(".flame");
     field.value = "MLP"; field.dispatchEvent(new Event("input"));

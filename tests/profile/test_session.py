@@ -1,4 +1,4 @@
-"""A session is the same when it is opened again; whatever is no session is one line."""
+"""A session is unchanged when it is opened again; anything else raises one line."""
 
 from __future__ import annotations
 

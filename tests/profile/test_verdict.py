@@ -1,4 +1,4 @@
-"""What the verdict names first, of sessions whose answer is known."""
+"""The first remedy of the verdict, for sessions with a known answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warpline.profile.verdict import findings, verdict
 
 
 def with_logits(count: int, cpu_us: float | None = None) -> Session:
-    """A prompt whose head computes so many positions, on a CPU."""
+    """Return a prompt on a CPU for which the head computes this many positions."""
     work = Work(128, 0, count, naive=False)
     session = made_up(name="prefill", kind="cpu", change={("LM head",): 900.0}, work=work, tflop_s=1.0, read_gb_s=50.0)
     return replace(session, phases=(replace(session.phases[0], cpu_us=cpu_us),))
@@ -64,7 +64,7 @@ def test_the_verdict_says_whose_time_it_takes() -> None:
 
 
 def test_a_step_that_nobody_records_is_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine it was seven times as long; then the recorded ones count, and that is said."""
+    """On a busy machine it was seven times as long; then the recorded steps count, and a note says so."""
     monkeypatch.setattr(collect._Recorder, "_plain", lambda self, name: 1e9)
     found = collect.collect(Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2))
     for phase in found.phases:

@@ -1,4 +1,4 @@
-"""Tree, tables, classes, roofline and verdict of sessions whose answer is known."""
+"""Tree, tables, classes, roofline and verdict of sessions with known answers."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ PARTS: dict[ModulePath, float] = {
 
 
 def at_the_limit() -> Session:
-    """Each module takes what its bytes and FLOPs need."""
+    """Return a phase in which each module takes what its bytes and FLOPs need."""
     session = made_up()
     roof = {point.name: point.roof_us for point in points(session, session.phases[0])}
     change = {path: roof[path[-1]] / (LAYERS if path in BLOCK else 1) for path in [*BLOCK, *MODEL]}
@@ -240,7 +240,7 @@ def test_the_first_bottleneck_is_named(session: Session, kind: str, saved: float
 
 
 def test_short_kernels_cost_what_they_take_beyond_their_share_of_the_roof() -> None:
-    """All kernels but the head's 40 µs are short."""
+    """All kernels except the head's 40 µs are short."""
     session = made_up()
     phase = session.phases[0]
     best = findings(session, phase)[0]
@@ -294,7 +294,7 @@ def test_gaps_of_a_graph_are_not_cured_by_a_graph(launches: Launches) -> None:
 
 
 def test_what_recording_costs_is_no_gap() -> None:
-    """Unwatched, the step takes half as long: that half is the recorder's."""
+    """Unrecorded, the step takes half as long: the other half is the recorder's cost."""
     session = made_up(gap=20.0)
     phase = session.phases[0]
     freed = replace(phase, plain_us=phase.busy_us + 0.25 * phase.gap_us)
@@ -305,7 +305,7 @@ def test_what_recording_costs_is_no_gap() -> None:
 
 
 def test_without_kernels_gaps_are_between_modules() -> None:
-    """As events leave a phase where CUPTI does not answer."""
+    """As in a phase recorded with CUDA events because CUPTI is missing."""
     session = made_up(gap=20.0, source="events")
     blind = replace(session.phases[0], kernels=(), launches=Launches())
     session = replace(session, phases=(blind,))

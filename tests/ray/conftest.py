@@ -21,7 +21,7 @@ MODEL = "random:n_layer=2,n_head=2,n_embd=32,n_positions=512"
 ENGINE: dict[str, Any] = {"model": MODEL, "device": "cpu", "dtype": "fp32", "max_batch": 4}
 
 
-#: Ray meets its own deprecations, and leaves files and sockets to the end of the process.
+#: Ray triggers its own deprecation warnings, and leaves files and sockets open until the process ends.
 RAYS_OWN = ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
 
 
@@ -39,7 +39,7 @@ class Served:
         self.process, self.url = process, url
 
     def ask(self, body: dict[str, Any], path: str = "/v1/completions", timeout: float = 60.0) -> tuple[int, Any, Any]:
-        """Status, JSON and headers."""
+        """Return status, JSON and headers."""
         asked = Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
         try:
             with urlopen(asked, timeout=timeout) as answer:
@@ -51,13 +51,13 @@ class Served:
             return error.code, json.loads(raw) if is_json else raw.decode(errors="replace"), error.headers
 
     def replicas(self) -> list[int]:
-        """Their processes."""
+        """Return the processes of the replicas."""
         found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
         lines = [line.split(None, 1) for line in found.splitlines()]
         return [int(pid) for pid, what in lines if what.startswith("ray::ServeReplica:warpline")]
 
     def stop(self, which: signal.Signals = signal.SIGTERM) -> str:
-        """What it has said meanwhile."""
+        """End the server; return its output."""
         self.process.send_signal(which)
         try:
             _, said = self.process.communicate(timeout=90)
@@ -69,7 +69,7 @@ class Served:
 
 @contextmanager
 def serving(*options: str) -> Iterator[Served]:
-    """The command, in a process of its own."""
+    """Run the command in a process of its own."""
     command = [sys.executable, "-m", "warpline", "serve", "--model", MODEL, "--device", "cpu", "--dtype", "fp32"]
     process = subprocess.Popen(
         [*command, "--port", "0", "--threads", "1", *options], stderr=subprocess.PIPE, text=True, env=dict(os.environ)

@@ -1,4 +1,4 @@
-"""`warpline.scale.generate` with replicas of Ray Data's: the same results, and nothing lost when one is killed."""
+"""`warpline.scale.generate` with replicas in Ray Data: the same results, and nothing lost when one is killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
-    """One cluster with room for three replicas, whatever the machine has."""
+    """Connect to a cluster with room for three replicas, whatever the machine has."""
     with cluster.connected(None, cpus=4) as found:
         yield found
 
@@ -44,7 +44,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(prompts: Path) -> list[Any]:
-    """What one process writes."""
+    """Return what one process writes."""
     return comparable(generate(prompts, prompts.parent / "alone.jsonl", params=PARAMS, threads=1, **ENGINE).out)
 
 

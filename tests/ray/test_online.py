@@ -1,4 +1,4 @@
-"""`warpline serve --replicas`: OpenAI's API over several models, what happens when one dies, and when all is full."""
+"""`warpline serve --replicas`: OpenAI's API over several models, with a replica that dies, and when all are full."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_too_many_are_refused_with_429(served: Served) -> None:
 
 
 def test_a_killed_replica(served: Served) -> None:
-    """Every request has an answer or an error in time, the other replica goes on, and a new one comes."""
+    """Every request has an answer or an error in time, the other replica continues, and a new one starts."""
     body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
     stop, found = threading.Event(), list[tuple[float, int]]()
 
@@ -76,7 +76,7 @@ def test_a_killed_replica(served: Served) -> None:
             began = time.monotonic()
             try:
                 status: int = served.ask(body, timeout=30)[0]
-            except OSError:  # the connection was cut, which its client can see
+            except OSError:  # the connection was closed, which its client can see
                 status = 0
             found.append((time.monotonic() - began, status))
 
@@ -93,14 +93,14 @@ def test_a_killed_replica(served: Served) -> None:
     for one in clients:
         one.join()
     failed = [status for _, status in found if status != 200]
-    assert len(failed) <= 8  # two or so were under way there, and some came before the proxy knew
+    assert len(failed) <= 8  # about two were running there, and some arrived before the proxy knew
     assert max(seconds for seconds, _ in found) < 30
     assert sum(status == 200 for _, status in found) > 8
     assert [status for _, status in found[-4:]] == [200] * 4
 
 
 def _both_answer(served: Served) -> bool:
-    """Metrics are a replica's own: two that differ are two replicas."""
+    """Metrics belong to one replica: two different ones show two replicas."""
     seen = set()
     for _ in range(20):
         try:
@@ -112,7 +112,7 @@ def _both_answer(served: Served) -> bool:
 
 
 def test_sigterm_drains(served: Served) -> None:
-    """Last in this file: what runs comes to its end, nothing of Ray's is left."""
+    """Last in this file: running requests finish, and nothing of Ray remains."""
     answers: list[Any] = []
     body = {"prompt": "x", "max_tokens": 450, "ignore_eos": True}
     client = threading.Thread(target=lambda: answers.append(served.ask(body)))

@@ -1,4 +1,4 @@
-"""Files in, files out, in one process: formats, bad lines, interruption, and that the way there changes no text."""
+"""Files in, files out, in one process: formats, bad lines, interruption, and texts that are independent of the way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_texts_are_those_of_the_library(prompts: Path, tmp_path: Path) -> None:
     for row in found[::7]:
         params = SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, seed=row["seed"])
         assert llm.generate(row["prompt"], params)[0].text == row["completion"]
-    assert len({row["completion"] for row in found if row["prompt"] == "number 0"}) > 1  # each has a seed of its own
+    assert len({row["completion"] for row in found if row["prompt"] == "number 0"}) > 1  # each line has its own seed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
@@ -65,7 +65,7 @@ def test_bad_lines_are_beside_the_results(tmp_path: Path) -> None:
     good = json.dumps({"prompt": "fine"})
     long, surrogate = json.dumps({"prompt": "x " * 100}), json.dumps({"prompt": "\ud800"})
     bad = ["{", json.dumps({"prompt": ""}), long, json.dumps({"prompt": [10**6]}), surrogate]
-    path.write_text("\n".join([good, *bad, "", good]))  # and no end of line in the end
+    path.write_text("\n".join([good, *bad, "", good]))  # and no newline at the end
     done = generate(path, tmp_path / "out.jsonl", params=PARAMS, **ENGINE)
     assert (done.lines, done.good, done.bad) == (8, 2, 5)
     assert [row["line"] for row in rows(done.out)] == [1, 8]
@@ -147,7 +147,7 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_run_goes_on_where_it_stood(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Nothing is lost or done twice, whatever was written behind the last commit."""
+    """Nothing is lost or done twice, whatever was written after the last commit."""
     whole = generate(prompts, tmp_path / "whole.jsonl", params=PARAMS, chunk=6, **ENGINE)
     commit, seen = Output.commit, 0
 
@@ -195,7 +195,7 @@ def test_another_job_is_not_gone_on_with(prompts: Path, tmp_path: Path, monkeypa
 
         return broken
 
-    for most, params in ((0, SamplingParams(max_tokens=3)), (1, PARAMS)):  # of the first nothing is done
+    for most, params in ((0, SamplingParams(max_tokens=3)), (1, PARAMS)):  # the first run finishes nothing
         with monkeypatch.context() as patch:
             patch.setattr(Output, "commit", breaking(most))
             with pytest.raises(Interrupted):
@@ -234,7 +234,7 @@ def test_an_engine_that_fails_ends_the_job_and_not_the_lines(
 
 
 def test_a_killed_command_goes_on(tmp_path: Path) -> None:
-    """SIGKILL, then the same command: as if nothing had happened."""
+    """SIGKILL, then the same command: the result is as without an interruption."""
     path = written(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(600)])
     options = ["--model", MODEL, "--device", "cpu", "--threads", "1", "--max-tokens", "30", "--max-batch", "4"]
 
@@ -291,7 +291,7 @@ def test_a_file_that_another_machine_does_not_have() -> None:
 
 
 def test_the_window_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that takes long keeps the others from running ahead without end."""
+    """A slow chunk keeps the others from running ahead without limit."""
     begun: list[int] = []
 
     class Slow:

@@ -1,4 +1,4 @@
-"""What a line asks for, and what is wrong with it."""
+"""How a line is parsed, and what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator: its arithmetic on loads that can be worked out by hand, and what must hold of any."""
+"""The simulator: its arithmetic on loads that can be computed by hand, and properties of any load."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from warpline.errors import ConfigError
 from warpline.scale.simulate import Asked, poisson, replicas_for, simulate
 from warpline.scale.times import Times, between, measured
 
-#: A step takes 10 ms whatever is in it, a prompt 100 ms for each hundred tokens.
+#: A step takes 10 ms in any case, a prompt 100 ms for each hundred tokens.
 TIMES = Times(steps=((1, 0.01), (32, 0.01)), position=0.0, prompts=((1, 0.001), (1000, 1.0)), slots=4, halts=False)
 
 
 def test_one_request_by_hand() -> None:
-    """A prompt of 100 tokens, whose token is told at once; then launches of 4, 8 and 3 steps."""
+    """A prompt of 100 tokens, with its first token reported at once; then launches of 4, 8 and 3 steps."""
     (one,) = simulate(TIMES, [Asked(0.0, 100, 16)]).answers
     assert one.ttft == pytest.approx(0.1)
     assert one.ended == pytest.approx(0.1 + 0.15)

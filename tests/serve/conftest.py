@@ -12,14 +12,14 @@ from warpline import LLM
 
 @pytest.fixture(scope="package")
 def llm() -> LLM:
-    """Small, with logits so flat that sampled text has every kind of token."""
+    """A small model with logits so flat that sampled text has every kind of token."""
     model = "random:n_layer=2,n_head=2,n_embd=32,n_positions=256"
     return LLM(model, device="cpu", dtype="fp32", max_batch=8, threads=1)
 
 
 @pytest.fixture(scope="module")
 def live(llm: LLM) -> Iterator[Live]:
-    """It, served."""
+    """The small model, served."""
     llm.close = lambda: None  # type: ignore[method-assign]  # the next file has it too
     with serving(llm) as server:
         yield server

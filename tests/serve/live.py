@@ -1,4 +1,4 @@
-"""A server in a thread, and an engine that does what a test wants."""
+"""A server in a thread, and a scripted engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Live:
         self.port = int(url.rpartition(":")[2])
 
     def request(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
-        """Status, the JSON or the text, and the headers."""
+        """Return status, the JSON or the text, and the headers."""
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         asked = Request(self.url + path, data, {"content-type": "application/json", **(headers or {})})
         try:
@@ -50,18 +50,18 @@ class Live:
         return status, json.loads(raw) if is_json else raw.decode(), said
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """All of a stream; [DONE] as None."""
+        """Return all events of a stream; [DONE] as None."""
         status, text, _ = self.request(path, {**body, "stream": True})
         assert status == 200, text
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         return [None if line == "[DONE]" else json.loads(line) for line in lines]
 
     def socket(self) -> socket.socket:
-        """A connection on which nothing has been said."""
+        """Return a new connection on which nothing was sent."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def wait_until_empty(self, seconds: float = 20.0) -> None:
-        """Nothing is under way any more: no places, no answers, no slots."""
+        """Wait until nothing is running: no places, no answers, no slots."""
         wait_for(lambda: nothing_left(self.state), seconds)
 
 
@@ -79,7 +79,7 @@ def wait_for(is_so: Any, seconds: float = 20.0) -> None:
 
 @contextlib.contextmanager
 def serving(backend: Any, settings: Settings | None = None, *, ready: bool = True, **named: Any) -> Iterator[Live]:
-    """While the block runs."""
+    """Run a server inside the block."""
     server = Server(create_app(backend, settings), **named)
     listening = bound("127.0.0.1", 0)
     thread = threading.Thread(target=server.run_on, args=(listening,))
@@ -95,7 +95,7 @@ def serving(backend: Any, settings: Settings | None = None, *, ready: bool = Tru
 
 
 class Standin:
-    """Stands in for `LLM`: every sequence gets token after token, at a pace and with mishaps of the test's choosing."""
+    """Replaces `LLM`: every sequence gets token after token, at a pace and with failures of the test's choice."""
 
     model, dtype, device = "/some/where/standin", "fp32", hardware.describe("cpu")
     kv_dtype: str | None = None
@@ -108,7 +108,7 @@ class Standin:
         self.published: Callable[[], object] = lambda: None
         self.ids = TOKENIZER.encode(text)
         self.error: WarplineError | None = None
-        self.held = threading.Event()  # when set, nothing goes on
+        self.held = threading.Event()  # when set, nothing continues
         self.jobs: list[Job] = []
         self.cancelled = 0
         self._news = threading.Condition()
@@ -182,5 +182,5 @@ class Standin:
 
 
 def _is_backend(standin: Standin) -> Backend:
-    """For the type checker: it has what the server needs."""
+    """Show the type checker that it has what the server needs."""
     return standin

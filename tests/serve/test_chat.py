@@ -1,4 +1,4 @@
-"""Messages to prompts."""
+"""Messages become prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_dialogpt() -> None:
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "named", "option"])
 def test_a_models_own_template(tmp_path: Path, where: str) -> None:
-    """As transformers renders it."""
+    """Rendered as by transformers."""
     source = (
         "{%- for m in messages %}\n    {%- if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}\n"
         "{{ '<' + m.role + '>' + m.content | trim + eos_token }}\n{% endfor %}\n"

@@ -1,4 +1,4 @@
-"""What is under way ends well, whatever happens: clients that leave, engines that fail, readers that do not read."""
+"""Running requests end properly, whatever happens: clients that leave, engines that fail, readers that do not read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASK = {"prompt": "A frog", "max_tokens": 1000}
 
 
 def begin(live: Live, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """A request that nobody has read the answer of."""
+    """Send a request without reading its answer."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
     connection.request("POST", "/v1/completions", json.dumps(body))
     return connection
@@ -179,7 +179,7 @@ def test_shutting_down_waits_no_longer_than_it_may() -> None:
 
 
 def test_a_reader_of_a_whole_answer_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is over for us, and lies in memory."""
+    """For the server the answer is complete; it is still in memory."""
     monkeypatch.setattr(state_module, "SLOW_READER", 0.2)
     body = json.dumps({"prompt": "a " * 500_000, "return_token_strs": True}).encode()
     asked = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
@@ -190,7 +190,7 @@ def test_a_reader_of_a_whole_answer_that_does_not_read(monkeypatch: pytest.Monke
 
 
 def test_a_reader_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sequences come to their end all the same, and its connection is cut."""
+    """Its sequences still finish, and its connection is closed."""
     monkeypatch.setattr(state_module, "SLOW_READER", 0.4)
     standin = Standin(slots=64, chunk=100)
     body = json.dumps(ASK | {"stream": True, "stream_interval": 1, "n": 64})  # more than any buffer holds

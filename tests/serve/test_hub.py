@@ -1,4 +1,4 @@
-"""Tokens are merged by time, first tokens and ends are not, and threads call each other seldom."""
+"""Tokens are merged by time, first tokens and ends are not, and threads call each other rarely."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_merged_by_time_and_nothing_is_lost() -> None:
 
     reader, calls, took = asyncio.run(main())
     assert 2 <= len(reader.times) <= took / 0.02 + 3
-    assert calls <= len(reader.times) + 1  # of which one is to_thread's own
+    assert calls <= len(reader.times) + 1  # one of them is to_thread's own
 
 
 def test_a_crowd_that_takes_long_to_serve_is_served_less_often() -> None:
-    """What listeners do when they are woken counts, as a task that sends does."""
+    """The listeners' work counts too, such as sending."""
 
     class Slow(Reader):
         def arrived(self) -> None:
@@ -80,7 +80,7 @@ def test_urgent_news_do_not_wait_for_others() -> None:
         hub = Hub(asyncio.get_running_loop(), merge=30.0)
         hub.tell(slow, urgent=False)
         await asyncio.sleep(0.05)
-        assert not slow.times  # nobody has called the loop
+        assert not slow.times  # no thread has called the loop
         hub.wake()
         await asyncio.sleep(0.05)
         assert len(slow.times) == 1

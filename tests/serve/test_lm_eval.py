@@ -1,4 +1,4 @@
-"""lm-eval's own client for OpenAI's completions: it must get the library's log-probabilities."""
+"""lm-eval's own client for OpenAI's completions must get the library's log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a live server, and what it gets against the library."""
+"""OpenAI's own client with a live server, compared with the library."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_logprobs_are_the_librarys(live: Live, client: openai.OpenAI, llm: LLM) 
 
 
 def test_echo_scores_the_prompt(live: Live, client: openai.OpenAI, llm: LLM) -> None:
-    """What lm-eval asks for: log-probabilities of the prompt's own tokens."""
+    """As lm-eval requests it: log-probabilities of the prompt's own tokens."""
     text = "A frog and a crow went out."
     ids = llm.tokenizer.encode(text)
     answer = client.completions.create(model=model(live), prompt=ids, max_tokens=0, echo=True, logprobs=2)
@@ -117,7 +117,7 @@ def test_echo_scores_the_prompt(live: Live, client: openai.OpenAI, llm: LLM) -> 
 
 
 def prompt_logprobs(llm: LLM, ids: list[int]) -> list[float]:
-    """Of every token behind the first: one token more at a time, through the library."""
+    """Return those of every token after the first, computed by the library with one token more at a time."""
     import torch
 
     from tests.conftest import make_model

@@ -1,4 +1,4 @@
-"""The description is valid, and what it allows is answered without a mistake."""
+"""The description is valid, and what it allows is answered without a server error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warpline.serve.protocol import ChatRequest, CompletionRequest, decode
 from warpline.serve.routes import routes
 from warpline.serve.state import State
 
-#: More where somebody has the time: SCHEMATHESIS_CASES=10000.
+#: More cases if there is time: SCHEMATHESIS_CASES=10000.
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,
@@ -53,7 +53,7 @@ def test_defaults_are_accepted() -> None:
 
 
 def test_no_case_ends_in_a_mistake(quick: Live) -> None:
-    """What schemathesis thinks of: no 5xx, no hang, answers as described."""
+    """Cases by schemathesis: no 5xx, no hang, answers as described."""
     schema = schemathesis.openapi.from_url(f"{quick.url}/openapi.json")
     schema.config.base_url = quick.url
     operations: list[Any] = [found.ok() for found in schema.get_all_operations()]  # type: ignore[union-attr]

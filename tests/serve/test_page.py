@@ -27,7 +27,7 @@ PROMPT = "Once upon a time, a little robot"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    """The embedded model, by the executor that compiles nothing."""
+    """Serve the embedded model with the executor that compiles nothing."""
     with serving(LLM(device="cpu", dtype="fp32", executor="torch", max_batch=4)) as found:
         yield found
 
@@ -45,7 +45,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def visit(browser: Any, server: Live) -> Iterator[Open]:
-    """Opens the page; what a page must not do fails the test in the end."""
+    """Open the page; forbidden behaviour of a page fails the test at the end."""
     wrong: list[str] = []
     contexts = []
 
@@ -75,7 +75,7 @@ def text(tab: Any) -> str:
 
 
 def written(tab: Any, answers: int = 1) -> None:
-    """Wait for the end of so many answers."""
+    """Wait for the end of `count` answers."""
     tab.locator(f"body[data-answers='{answers}']").wait_for()
 
 
@@ -98,7 +98,7 @@ def test_write_and_try_again(visit: Open) -> None:
     assert text(tab) != first
     tab.click("#undo")
     assert text(tab) == first
-    # What is typed into the middle is yours, and nothing else changes its writer.
+    # Text typed into the middle is marked as the user's; other marks do not change.
     tab.locator("#text").evaluate("node => { node.focus(); node.setSelectionRange(5, 9); }")
     tab.keyboard.type("upon")
     assert text(tab) == first
@@ -190,7 +190,7 @@ def test_small_screens(visit: Open, width: int, scheme: str) -> None:
         box = button.bounding_box()
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= width
-    # The theme can be chosen, and every control has a name for those who do not see it.
+    # The theme can be chosen, and every control has a name for screen readers.
     for expected in ("light", "dark"):
         tab.click("#theme")
         assert tab.evaluate("getComputedStyle(document.documentElement).colorScheme") == expected
@@ -199,7 +199,7 @@ def test_small_screens(visit: Open, width: int, scheme: str) -> None:
 
 
 def test_errors_are_said(visit: Open) -> None:
-    tab = visit(expects="ERR_FAILED")  # the browser's own words about a connection that breaks
+    tab = visit(expects="ERR_FAILED")  # the browser's message for a broken connection
     tab.route("**/v1/completions", lambda route: route.abort())
     tab.fill("#text", PROMPT)
     tab.click("#write")

@@ -1,4 +1,4 @@
-"""However a sequence is cut into chunks, its pieces are its text: no half characters, no part of a stop text."""
+"""However a sequence is split into chunks, its pieces are its text: no half characters, no part of a stop text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_stop_texts(text: str, cuts: list[int], stops: list[str], how: str) -> N
     else:
         found += maker.take([], ended=True)
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    # Which stop text comes first may depend on the token that completes it; what is said is a beginning, and clear.
+    # Which stop text comes first may depend on the token that completes it; what was sent is a clear beginning.
     said = "".join(map(read, found))
     assert text.startswith(said)
     assert not any(stop in said for stop in stops)

@@ -1,4 +1,4 @@
-"""The command itself: curl, signals, and what is said when it cannot start."""
+"""The command itself: curl, signals, and the message when it cannot start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVE = [sys.executable, "-m", "warpline", "serve", "--model", MODEL, "--device"
 
 
 def started(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """The process and its URL, when it takes requests."""
+    """Return the process and its URL, once it takes requests."""
     process = subprocess.Popen(
         [*SERVE, "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )

@@ -1,4 +1,4 @@
-"""Who may ask, and what answers do not say."""
+"""Which requests are allowed, and what answers do not reveal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_health_needs_none(guarded: Live) -> None:
 
 
 def test_other_hosts_are_refused(guarded: Live) -> None:
-    """A page whose name was made to point here (DNS rebinding) calls the server by that name."""
+    """A page with a name that was pointed at this machine (DNS rebinding) uses that name for the server."""
     assert guarded.request("/health", headers={"host": "evil.example"})[0] == 421
     assert guarded.request("/health", headers={"host": "127.0.0.1:80"})[0] == 200
 

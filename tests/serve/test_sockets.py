@@ -1,4 +1,4 @@
-"""Bytes that no client should send: the server lives, answers where it can, and its memory is bounded."""
+"""Bytes that no client should send: the server survives, answers where it can, and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def open_server() -> Iterator[Live]:
 
 
 def talk(live: Live, *parts: bytes) -> bytes:
-    """All that comes back, until the server closes."""
+    """Return all bytes until the server closes the connection."""
     with live.socket() as sock:
         try:
             for part in parts:
                 sock.sendall(part)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # it was told enough
+            pass  # the server has closed the connection
         found = b""
         try:
             while part := sock.recv(1 << 16):
@@ -101,7 +101,7 @@ def test_slow_loris(monkeypatch: pytest.MonkeyPatch) -> None:
             assert answer.startswith([b"", b"HTTP/1.1 408", b"HTTP/1.1 408", b"HTTP/1.1 408"][number % 4]), answer
         for sock in socks:
             sock.close()
-        # and on a connection that has been used
+        # and on a connection that was used before
         with live.socket() as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -123,7 +123,7 @@ def test_what_comes_early_does_not_disturb_a_stream(monkeypatch: pytest.MonkeyPa
 
 
 def test_half_requests(open_server: Live) -> None:
-    """Bodies that end too early, and connections that end in the middle of everything."""
+    """Bodies that end too early, and connections that end at any point."""
     body = b'{"prompt": "x", "max_tokens": 900, "stream": true}'
     whole = POST + b"content-length: %d\r\n\r\n" % len(body) + body
     for end in range(1, len(whole), 7):

@@ -77,14 +77,14 @@ def test_a_conversation_is_kept_and_the_oldest_is_left_out() -> None:
         {"role": "user", "content": "message number 1"},
     ]
     assert notes
-    for told in parrot.asked:  # never half an exchange, and always the system's words
+    for told in parrot.asked:  # never half an exchange, and always the system's message
         assert [m["role"] for m in told] == ["system", *(["user", "assistant"] * len(told))][: len(told)]
     last = parrot.asked[-1]
     list(talk.again())
     assert parrot.asked[-1] == last
     with pytest.raises(TooLong):
         list(talk.say("x" * 100))
-    list(talk.say("short"))  # what could not be answered was not said
+    list(talk.say("short"))  # input without an answer is removed
     assert "x" * 100 not in str(parrot.asked[-1])
 
 
@@ -123,7 +123,7 @@ def test_stopping_keeps_what_has_come() -> None:
 
 def test_local_is_the_model_itself(llm: LLM) -> None:
     partner = Local(llm)
-    assert not partner.chats  # no template: a text
+    assert not partner.chats  # no template: plain text
     talk = Conversation(partner, GREEDY)
     (expected,) = llm.generate("Hello there", GREEDY)
     assert "".join(talk.say("Hello there")) == expected.text
@@ -149,7 +149,7 @@ def test_local_makes_room(llm: LLM) -> None:
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """One that says what it was asked, and forgets how to speak when asked for an error."""
+    """Serve a fake model that repeats its request, and breaks off when asked for an error."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -199,7 +199,7 @@ def test_remote(server: tuple[str, list[dict[str, Any]]]) -> None:
     assert (talk.reply.tokens, talk.reply.used) == (5, 9)
     asked = bodies[0]
     assert (asked["model"], asked["max_tokens"], asked["top_k"], asked["seed"], asked["stop"]) == ("m", 7, 5, 3, ["x"])
-    assert not asked.keys() & {"min_p", "repetition_penalty"}  # other servers may not know them
+    assert not asked.keys() & {"min_p", "repetition_penalty"}  # other servers may not know these fields
     with pytest.raises(WarplineError, match="no such thing"):
         list(talk.say("refuse"))
     with pytest.raises(WarplineError, match="engine died"):
@@ -229,7 +229,7 @@ def test_lines_that_are_piped_in(server: tuple[str, list[dict[str, Any]]], tmp_p
 
 @contextmanager
 def terminal(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A chat in a terminal of 80 columns, and the other end of its line."""
+    """Run a chat in a terminal of 80 columns; yield the process and the other end of its line."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(command(*options), stdin=side, stdout=side, stderr=side, start_new_session=True)
@@ -243,7 +243,7 @@ def terminal(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 
 def test_a_terminal_of_80_columns_and_ctrl_c() -> None:
-    """The model writes for long; Ctrl-C stops the answer, the next line is answered, Ctrl-D ends."""
+    """The model writes a long text; Ctrl-C stops the answer, the next line is answered, Ctrl-D ends."""
     endless = SMALL.replace("n_positions=96", "n_positions=50000")
     with terminal("-m", endless, "--executor", "torch", "--max-new-tokens", "40000") as (process, line):
 
@@ -258,7 +258,7 @@ def test_a_terminal_of_80_columns_and_ctrl_c() -> None:
         wait_for("› $")
         for _ in range(2):
             os.write(line, b"hello there\n")
-            seen = wait_for(r"hello there\r\n([^\n]*\r\n){3}")  # it writes
+            seen = wait_for(r"hello there\r\n([^\n]*\r\n){3}")  # it is writing
             process.send_signal(signal.SIGINT)
             seen += wait_for("stopped · .*› $")
             answer = seen.partition("hello there\r\n")[2].partition("\x1b")[0]

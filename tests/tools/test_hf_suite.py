@@ -1,4 +1,4 @@
-"""The tool that runs transformers' tests: on a folder of our own, with tests that pass, fail, and tell a patch."""
+"""The tool that runs transformers' tests, on a folder with tests that pass, fail, and detect a patch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GenerationTesterMixin:
 
 
 def run(folder: Path, **files: str) -> tuple[int, str]:
-    """The tool on a folder with these files."""
+    """Run the tool on a folder with these files."""
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def test_plain_and_patched(tmp_path: Path) -> None:
 
 
 def test_a_run_that_breaks_is_an_error(tmp_path: Path) -> None:
-    """Here because of GPT-2's own tests, which come first where a folder has them."""
+    """Here it breaks because of GPT-2's own tests, which are preferred if a folder has them."""
     status, out = run(
         tmp_path, test_modeling_common=COMMON, models__gpt2__test_modeling_gpt2="import nothing_of_that_name"
     )

@@ -1,4 +1,4 @@
-"""What goes with a release: the package's page, the citation, what the notebook stores, the animation."""
+"""The parts of a release: the package's page, the citation, the notebook's outputs, the animation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The build's hook; what builds need not be installed where tests run."""
+    """Load the build hook; build packages need not be installed for tests."""
     for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin", "hatchling.metadata.plugin.interface"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Generated parts of the documentation are what the generator makes of the catalog and of results/."""
+"""Generated parts of the documentation match the generator's output from the catalog and results/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_pages_are_not_stale(page: str) -> None:
     assert (ROOT / page).read_text(encoding="utf-8") == regenerated(page), "run: make readme"
 
 
-#: Pages with figures that are typed: of runs without rows, and of clocks and limits.
+#: Pages with typed figures: of runs without rows, and of clocks and limits.
 TYPED = ("log", "huggingface", "scale", "serving")
 
 
@@ -38,7 +38,7 @@ TYPED = ("log", "huggingface", "scale", "serving")
     ],
 )
 def test_no_speed_is_typed_by_hand(page: str) -> None:
-    """What is said of speed is made from results/, between the generator's marks."""
+    """Speeds in documents are generated from results/, between the generator's marks."""
     if Path(page).stem in TYPED:
         pytest.skip("figures are typed here")
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -146,7 +146,7 @@ def test_rows_are_appended_and_never_replaced(tmp_path: Path) -> None:
 
 
 def test_rows_measured_elsewhere_get_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A repository with two commits: rows of either's code are given it, others are left alone."""
+    """A repository with two commits: rows of either's code get that commit, others stay unchanged."""
     package = tmp_path / "src" / "warpline"
     (package / "bench").mkdir(parents=True)
     monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
@@ -191,7 +191,7 @@ def test_profiles_are_not_stale() -> None:
 
 
 def test_the_story_goes_from_station_to_station(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """GPUs before CPUs, stations in their order, whatever there is; other methods have tables alone."""
+    """GPUs before CPUs, steps in their order; other methods appear in tables only."""
     monkeypatch.setattr(profiles, "ROOT", tmp_path)
     profiles.sessions.cache_clear()
     assert profiles.story() == profiles.methods() == profiles.verdicts() == profiles.naive_tables() == profiles.NOTHING

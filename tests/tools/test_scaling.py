@@ -1,4 +1,4 @@
-"""What docs/scale.md shows is of the newest rows."""
+"""docs/scale.md shows the newest rows."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_windows_begin_with_stories_and_miss_nothing(lengths: list[int], size: i
     covered: set[int] = set()
     for cut in cuts:
         assert cut + size + 1 <= total
-        assert not covered or cut in starts or cut - size in cuts  # a story's beginning, or a long story going on
+        assert not covered or cut in starts or cut - size in cuts  # of a story, or in a long one
         covered |= set(range(cut, cut + size))
     if len(cuts):
         assert covered == set(range(cuts[-1] + size))

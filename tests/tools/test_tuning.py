@@ -1,4 +1,4 @@
-"""What the package ships and the documents show of sweeps is what the recorded rows say."""
+"""The package's choices and the documents on sweeps match the recorded rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache of the test's own, and compilation of nothing: what a sweep does between compiling and timing."""
+"""A cache for the test alone, and no compilation: a sweep between compiling and timing."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def case() -> Case:
-    """LayerNorm of one row in fp16."""
+    """Return the case of LayerNorm with one row in fp16."""
     return cases([find("layernorm")], ["fp16"], "sm_90")[0]

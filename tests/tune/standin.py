@@ -7,7 +7,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-#: By (block, row_warps).
+#: Behaviour by (block, row_warps).
 HANGS, CRASHES, POISONS, IS_WRONG = (512, 1), (512, 2), (512, 4), (256, 1)
 BEST = (1024, 4)
 
@@ -18,7 +18,7 @@ def microseconds(tunables: dict[str, int]) -> float:
 
 
 def serve(connection: Connection) -> None:
-    """Answers as `serve_gpu` does, and counts its requests in a file."""
+    """Answer as `serve_gpu` does, and record the requests in a file."""
     while True:
         try:
             verb, case, about = connection.recv()
@@ -48,7 +48,7 @@ def note(line: str) -> None:
 
 
 def serve_and_fail_the_default(connection: Connection) -> None:
-    """Nothing works."""
+    """Fail every candidate, the default included."""
     while True:
         try:
             verb, _, _ = connection.recv()

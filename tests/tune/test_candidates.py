@@ -1,4 +1,4 @@
-"""What a sweep tries, and what it does not."""
+"""Which candidates a sweep tries, and which it does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_first_round_begins_with_the_default(spec: KernelSpec) -> None:
 
 
 def test_the_engines_shapes_are_swept() -> None:
-    """A batch of 16, 64 and 128 sequences of gpt2: every product that is left to our kernel."""
+    """A batch of 16, 64 and 128 sequences of gpt2: every product that our kernel computes."""
     found = {case.shape for case in cases([find("matmul_bias")], ["fp16"], "sm_90")}
     for rows in (16, 64, 128):
         for outputs, inputs in ((2304, 768), (768, 768), (768, 3072)):

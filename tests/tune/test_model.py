@@ -1,4 +1,4 @@
-"""Projections: what the model must get right, and that it stays silent where it knows nothing."""
+"""Projections: what the model must predict correctly, and that it predicts nothing else."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_gpu_of_which_too_little_is_known_is_refused() -> None:
 
 
 def test_a_kernel_with_too_little_under_way_takes_its_latency() -> None:
-    """One block with one stage of tiles ahead asks for some bytes in a latency; a figure worked out by hand."""
+    """One block with one stage of tiles ahead requests a known number of bytes per latency; computed by hand."""
     assert T4 is not None
     assert T4.spec_bandwidth is not None
     assert T4.units is not None

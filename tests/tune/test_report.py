@@ -1,4 +1,4 @@
-"""From results to rows, tables, pictures and shipped choices, and back from a file."""
+"""Results become rows, tables, pictures and shipped choices, and are read back from a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attempt(values: tuple[int, int], us: float) -> Attempt:
 
 @pytest.fixture
 def results(case: Case) -> list[Result]:
-    """One improved, one confirmed, one that failed, one without time."""
+    """Return four results: one improved, one confirmed, one failed, one without time."""
     _, second, third, fourth, *_ = (one for one in cases([find("layernorm")], ["fp16"], "sm_90") if not one.overlapping)
     improved = Result(case, attempts={(128, 1): attempt((128, 1), 10.0), (256, 2): attempt((256, 2), 8.0)})
     improved.attempts[512, 1] = Attempt((512, 1), why="no answer within 20 s")

@@ -1,4 +1,4 @@
-"""A sweep over a stand-in for the GPU: bad candidates are survived and named, a killed sweep goes on, time is kept."""
+"""A sweep with a fake GPU: it survives and names bad candidates, continues after being killed, and keeps its time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_finished_sweep_measures_nothing_again_unless_told(case: Case) -> None
 
 
 def test_a_killed_sweep_goes_on(case: Case) -> None:
-    """Killed while a candidate hangs, after others have failed: those are not tried again."""
+    """Killed while a candidate hangs, after others have failed: these are not tried again."""
     code = (
         "from tests.tune import standin\n"
         "from tests.tune.conftest import GPU\n"
@@ -156,7 +156,7 @@ def test_what_is_best_in_one_way_is_tried_in_the_other(case: Case) -> None:
         found = Sweep([case, twin], Worker(standin.serve), Journal(GPU), 5.0)
         attempts = [timed(case.default, 10.0, 10.0), timed(values, 8.0, 10.0)]
         found.results[1].attempts |= {one.values: one for one in attempts}
-        found.results[0].centre = case.default  # nothing else to look for
+        found.results[0].centre = case.default  # no other candidates to search
         found.results[0].attempts[case.default] = attempts[0]
         assert found._plan(found.results[0]) == [values]
 
@@ -167,7 +167,7 @@ def test_one_that_scatters_does_not_hide_another(case: Case) -> None:
 
 
 def test_rounds_are_compared_by_their_own_default(case: Case) -> None:
-    """A round in which everything was slower does not lose for that."""
+    """A candidate does not lose because everything was slower in its round."""
     attempts = [timed((128, 1), 10.0, 10.0), timed((256, 1), 9.0, 10.0), timed((512, 1), 9.6, 12.0)]
     result = Result(case, attempts={one.values: one for one in attempts})
     assert result.best is attempts[2]

@@ -1,5 +1,5 @@
-"""transformers' own model tests on GPT-2, twice: as it is, and with every model patched. Exits with 1 if a test ends
-worse on patched models, or if none was patched.
+"""Runs transformers' own model tests on GPT-2 twice: as it is, and with every model patched. Exits with 1 if a test
+ends worse on patched models, or if none was patched.
 
     python -m tools.hf_suite FOLDER    # the tests folder of a source distribution or a checkout
 """
@@ -19,12 +19,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-#: From good to bad: what a test may end with.
+#: Outcomes of a test, from good to bad.
 OUTCOMES = ("passed", "skipped", "failed")
 
 
 class Record(unittest.TestResult):
-    """The worst outcome of each test, and what it said."""
+    """The worst outcome of each test, with its message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Record(unittest.TestResult):
         self.outcomes[name] = max(before, (outcome, said), key=lambda one: OUTCOMES.index(one[0]))
 
     def startTest(self, test: unittest.TestCase) -> None:
-        """The same random numbers for a test in both runs."""
+        """Seed all generators, so that both runs of a test have the same random numbers."""
         import numpy as np
         import torch
 
@@ -66,7 +66,7 @@ def _text(error: tuple[Any, ...]) -> str:
 
 
 def run(folder: Path, patched: bool, names: list[str]) -> dict[str, Any]:
-    """All tests in this process; the outcomes, the counts, and what the folder lacks."""
+    """Run all tests in this process; return the outcomes, the counts, and what the folder lacks."""
     from tools.hf_suite import gpt2, hooks, loading
 
     stand_ins = loading.load(folder)
@@ -83,7 +83,7 @@ def run(folder: Path, patched: bool, names: list[str]) -> dict[str, Any]:
 
 
 def in_process(folder: Path, patched: bool, names: list[str]) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Run the tests in a process of its own."""
     with tempfile.TemporaryDirectory() as temporary:
         result, log = Path(temporary, "result.json"), Path(temporary, "log")
         command = [sys.executable, "-m", "tools.hf_suite", str(folder), *names, "--into", str(result)]
@@ -99,7 +99,7 @@ def in_process(folder: Path, patched: bool, names: list[str]) -> dict[str, Any]:
 
 
 def compare(plain: dict[str, Any], patched: dict[str, Any]) -> int:
-    """Print what differs; the exit status."""
+    """Print what differs; return the exit status."""
     from tools.hf_suite.hooks import PATCHED
 
     before, after = plain["outcomes"], patched["outcomes"]
@@ -124,7 +124,7 @@ def compare(plain: dict[str, Any], patched: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """See above."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m tools.hf_suite", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", help="tests to run, all by default")

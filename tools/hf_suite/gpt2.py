@@ -17,7 +17,7 @@ KINDS = (
 
 
 class Sizes:
-    """What the tests call a model tester: the names are theirs."""
+    """The model tester in transformers' sense; the attributes have the names that its tests use."""
 
     batch_size, seq_length, num_choices, num_labels = 5, 9, 3, 3
     num_hidden_layers, num_attention_heads, hidden_size, vocab_size = 2, 4, 32, 97
@@ -25,7 +25,7 @@ class Sizes:
     causal_lm_class = transformers.GPT2LMHeadModel
 
     def get_config(self) -> Any:
-        """Special tokens are the last ones, so that random ids are none of them."""
+        """Return a small config. Special tokens are the last ids, so that random ids contain none."""
         last = self.vocab_size - 1
         return transformers.GPT2Config(
             vocab_size=self.vocab_size, n_embd=self.hidden_size, n_layer=self.num_hidden_layers,
@@ -34,7 +34,7 @@ class Sizes:
         )  # fmt: skip
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
-        """A batch in which two rows have pads on the left."""
+        """Return a batch in which two rows have padding on the left."""
         from transformers.testing_utils import torch_device
 
         ids = torch.randint(self.vocab_size - 1, (self.batch_size, self.seq_length))
@@ -45,7 +45,7 @@ class Sizes:
 
 
 def case() -> type[unittest.TestCase]:
-    """The class with all the tests: transformers' own for GPT-2 where the folder has it, else theirs for every model,
+    """Return the class with all tests: transformers' own for GPT-2 if the folder has it, else those for every model,
     with the sizes above."""
     theirs = loading.module("models.gpt2.test_modeling_gpt2") if loading.module("models") else None
     if theirs is not None:
@@ -57,7 +57,7 @@ def case() -> type[unittest.TestCase]:
     mixins += [training.TrainingTesterMixin] if training else []
 
     def prepare(self: Any, inputs: dict[str, Any], kind: type, return_labels: bool = False) -> dict[str, Any]:
-        """With labels, two heads want several choices for each row, and to know where each of them ends."""
+        """Prepare the inputs; with labels, the double-heads model needs several choices per row and the end of each."""
         prepared: dict[str, Any] = common.ModelTesterMixin._prepare_for_class(self, inputs, kind, return_labels)
         if kind is transformers.GPT2DoubleHeadsModel and return_labels:
             rows, length = (Sizes.batch_size, Sizes.num_choices), Sizes.seq_length

@@ -1,4 +1,4 @@
-"""Every GPT-2 that a test makes is patched, and what then runs is counted."""
+"""Patches every GPT-2 that a test makes, and counts what runs afterwards."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from warpline.hf.generate import Generate
 
 Function = Callable[..., Any]
 
-#: What is counted.
+#: Names of the counts.
 PATCHED = "models patched"
 OURS = "forward passes of patched models with our code in them"
 THEIRS = "forward passes of patched models with none: train mode, gradients, autocast, other dtypes"
 
 
 class Patching:
-    """Patches a model as soon as it is whole: behind its constructor, behind from_pretrained or, where it had no
-    memory or another dtype until then, before a forward pass. Models inside of models belong to the outermost."""
+    """Patches a model as soon as it is complete: after its constructor, after from_pretrained or, where it had no
+    memory or another dtype until then, before a forward pass. A model inside another is left to the outermost one."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._depth = 0  # of constructors, loading and forward passes inside of each other
+        self._depth = 0  # nesting of constructors, loading and forward passes
         self._kernels = 0  # calls of our code so far
 
     def put(self) -> None:
-        """Into the classes, for the life of this process."""
+        """Change the classes, for the lifetime of this process."""
         from transformers import GPT2PreTrainedModel
         from transformers.models.gpt2 import modeling_gpt2
 
@@ -45,7 +45,7 @@ class Patching:
         Generate.__call__ = self._generate(Generate.__call__)  # type: ignore[method-assign]
 
     def patch(self, model: Any) -> None:
-        """If it can be and is not."""
+        """Patch a model if that is possible and not done."""
         base = getattr(model, "transformer", model)
         if isinstance(base.h[0].mlp.__dict__.get("forward"), Forward):
             return
@@ -55,12 +55,12 @@ class Patching:
             return
         with self._inside():
             whf.patch(model)
-        base.h[0].mlp.forward.shared.everywhere = True  # small models, and our kernels nevertheless
+        base.h[0].mlp.forward.shared.everywhere = True  # run our kernels although the models are small
         self.counts[PATCHED] += 1
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """Says whether this is the outermost."""
+        """Yield whether this is the outermost call."""
         self._depth += 1
         try:
             yield self._depth == 1
@@ -83,7 +83,7 @@ class Patching:
             with self._inside() as outermost:
                 result = original(kind, *arguments, **keywords)
             if outermost:
-                self.patch(result[0] if isinstance(result, tuple) else result)  # with what was found of the weights
+                self.patch(result[0] if isinstance(result, tuple) else result)  # a tuple has loading information
             return result
 
         return load

@@ -1,4 +1,4 @@
-"""transformers' tests folder as a package, under a name that does not meet our own `tests`."""
+"""Makes transformers' tests folder importable as a package, under a name that differs from our own `tests`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: What the folder is called here.
+#: The package name of the folder.
 PACKAGE = "transformers_tests"
-#: What `test_modeling_common` imports and the source distribution lacks, module → classes. Each is stood in for by an
-#: empty class, so its tests are missing, and nothing else is.
+#: Modules that `test_modeling_common` imports and the source distribution lacks, with their classes. Empty classes
+#: replace them, so that only their tests are missing.
 ABSENT = {
     "exporters": (),
     "exporters.test_export": ("ExportTesterMixin",),
@@ -25,7 +25,7 @@ ABSENT = {
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of `ABSENT`, after every other finder has looked for them, and remembers which."""
+    """Finds the modules of `ABSENT` if no other finder does, and records which were needed."""
 
     def __init__(self) -> None:
         self.used: list[str] = []
@@ -33,24 +33,24 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """As importlib asks for it."""
+        """Return the spec of an absent module; called by importlib."""
         short = name.removeprefix(f"{PACKAGE}.")
         if not name.startswith(f"{PACKAGE}.") or short not in ABSENT:
             return None
         return importlib.util.spec_from_loader(name, self, is_package=not ABSENT[short])
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """An ordinary one."""
+        """Return None, so that importlib makes an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Empty classes."""
+        """Fill the module with empty classes."""
         for name in ABSENT[module.__name__.removeprefix(f"{PACKAGE}.")]:
             setattr(module, name, type(name, (), {}))
             self.used.append(name)
 
 
 def load(folder: Path) -> StandIns:
-    """Make `folder` importable as `PACKAGE`; says what had to be stood in for, as it is imported."""
+    """Make `folder` importable as `PACKAGE`; the result records the replaced classes as they are imported."""
     if not (folder / "test_modeling_common.py").is_file():
         raise FileNotFoundError(f"{folder} has no test_modeling_common.py: it is no tests folder of transformers")
     package = ModuleType(PACKAGE)
@@ -62,7 +62,7 @@ def load(folder: Path) -> StandIns:
 
 
 def module(name: str) -> Any:
-    """One module of the folder; None if it has no such module."""
+    """Return a module of the folder; None if it has no such module."""
     if importlib.util.find_spec(f"{PACKAGE}.{name}") is None:
         return None
     return importlib.import_module(f"{PACKAGE}.{name}")

@@ -1,5 +1,5 @@
-"""How a run that may take only so long divides its time: every case what one method takes, and of the rest an equal
-part, except those that need less."""
+"""How a run with a time limit divides its time: every case gets what one method takes, and an equal part of the rest
+unless it needs less."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 from warpline.model import cost
 
-#: A method needs about this: a moment to be built, and some generations at a fraction of the machine's speed.
+#: A method needs about this: seconds to be built, and some generations at a fraction of the machine's speed.
 BUILD_SECONDS, GENERATIONS = 2.0, 4.0
-#: And at least this, in a hurry.
+#: The least that is planned for a method when time is short.
 LEAST_BUILD_SECONDS, LEAST_GENERATIONS = 1.0, 1.8
-#: A new process, with torch to import and a model to load.
+#: Seconds for a new process to import torch and load a model.
 PROCESS_SECONDS = 8.0
 NO_TIME = {"status": "skipped", "why": "no time for it in this run: --minutes says how long one may take"}
 
@@ -30,14 +30,14 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds, none at least."""
+        """Seconds until then, at least 0."""
         return max(0.0, self.at - time.monotonic())
 
 
 def seconds_at_best(
     case: Case, config: ModelConfig, read_gb_s: float, tflop_s: float, *, kv_dtype: str | None = None
 ) -> float:
-    """One generation of a case, if memory and arithmetic were used fully."""
+    """Return the seconds of one generation of a case if memory and arithmetic were fully used."""
 
     def best(moved: float, flops: float) -> float:
         return max(moved / read_gb_s / 1e9, flops / tflop_s / 1e12)
@@ -57,11 +57,11 @@ def seconds_at_best(
 
 @functools.lru_cache(maxsize=8)
 def _work_of_requests(case: Case, config: ModelConfig, kv_dtype: str | None) -> tuple[int, int]:
-    """Bytes and FLOPs of all requests of a case, however many share a step: the weights are read once at least, and for
-    every token the cache of its own sequence. The arithmetic of attention, a few percent, is left out."""
+    """Return bytes and FLOPs of all requests of a case, whatever the batching: the weights are read at least once, and
+    for every token the cache of its own sequence. The arithmetic of attention, a few percent, is left out."""
     asked = lengths(case, config.n_positions)
     rows, ends = sum(prompt + new - 1 for prompt, new in asked), sum(new for _, new in asked)
-    passes = ((rows, 1, 0), (ends, 0, 1))  # all through the blocks, and those that choose a token through the head
+    passes = ((rows, 1, 0), (ends, 0, 1))  # (rows, through the blocks, through the head)
     one = functools.partial(cost.Workload, config=config, dtype=case.dtype, kv_dtype=kv_dtype)
     work = [one(batch=b, new=n, logits=head) for b, n, head in passes]
     moved = cost.weight_bytes(config, case.dtype)
@@ -75,8 +75,8 @@ def _work_of_requests(case: Case, config: ModelConfig, kv_dtype: str | None) -> 
 
 
 def need(case: Case, at_best: float, startups: Sequence[float]) -> tuple[float, float]:
-    """Seconds that a case takes with one method in a hurry, and with all of them without haste; each has its seconds
-    before it begins."""
+    """Return the seconds a case takes with one method at the least, and with all of them without a limit; `startups`
+    are the startup seconds of the methods."""
     if not startups:
         return 0.0, 0.0
     if case.kind in ("coldstart", "memory"):
@@ -88,8 +88,8 @@ def need(case: Case, at_best: float, startups: Sequence[float]) -> tuple[float, 
 
 
 def share(seconds: float, needs: Sequence[tuple[float, float]]) -> float:
-    """What the first case may take of `seconds`, each needing so much at least and at most: all get the least, and of
-    what is left as much as any other, unless some need less."""
+    """Return the part of `seconds` for the first case; `needs` are (least, most) seconds per case. Every case gets its
+    least; the rest is divided equally, except where a case needs less."""
     left = seconds - sum(least for least, _ in needs)
     first, *_ = (most - least for least, most in needs)
     if left <= 0:

@@ -24,7 +24,7 @@ PROUD, PLAIN = "#c2410c", "#64748b"
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
+    """Return an empty figure of this size in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -33,7 +33,7 @@ def canvas(width: float, height: float) -> Figure:
 
 
 def bars(rows: Sequence[Row]) -> Figure:
-    """Tokens per second of every method of one case, each with a line at what memory allows its weights."""
+    """Draw tokens per second of every method of one case, with a dashed line where memory bandwidth limits it."""
     timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
     figure = canvas(8, 1.2 + 0.42 * len(timed))
     axes = figure.subplots()
@@ -53,14 +53,14 @@ def bars(rows: Sequence[Row]) -> Figure:
 
 
 def allowed(row: Row) -> float | None:
-    """Tokens per second of all sequences together, were every step as fast as memory."""
+    """Return tokens per second of all sequences together if every step ran at memory bandwidth; None if unknown."""
     if "gb_s" not in row or not row["percent_of_limit"]:
         return None
     return float(row["batch"] * 1e6 / row["us_per_token"] * 100 / row["percent_of_limit"])
 
 
 def titled(case: Case) -> str:
-    """What was measured, in words."""
+    """Describe the case as the title of a picture."""
     model, random = case.model.removeprefix("random:"), case.model.startswith("random:")
     many = "1 sequence" if case.batch == 1 else f"{case.batch:,} sequences"
     shape = f"prompt of {case.prompt:,}" + ("" if case.kind == "prefill" else f" and {case.new:,} new tokens")
@@ -68,7 +68,7 @@ def titled(case: Case) -> str:
 
 
 def against_context(rows: Sequence[Row]) -> Figure:
-    """Time per token over the length of the context, a line per method."""
+    """Draw time per token against the length of the context, one line per method."""
     figure = canvas(8, 4.5)
     axes = figure.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -92,8 +92,8 @@ def against_context(rows: Sequence[Row]) -> Figure:
 
 
 def pictures(rows: Sequence[Row]) -> dict[str, tuple[Drawing, list[Row]]]:
-    """Every picture the rows allow, by name, and of which rows: bars for each case that was timed, and lines for
-    decoding at several contexts."""
+    """Return every picture the rows allow, by name, with the rows it is drawn from: bars for each timed case, and lines
+    where decoding was timed at several contexts."""
     found: dict[str, tuple[Drawing, list[Row]]] = {}
     for group in grouped(rows).values():
         if any(row["status"] == "ok" and "seconds" in row for row in group):
@@ -111,19 +111,19 @@ def pictures(rows: Sequence[Row]) -> dict[str, tuple[Drawing, list[Row]]]:
 
 
 def png(draw: Drawing, rows: Sequence[Row]) -> bytes:
-    """A picture's bytes; it says in itself of which rows it is, so that a stale one can be told."""
+    """Return the picture as PNG bytes. Its metadata holds a digest of its rows, which shows whether it is stale."""
     buffer = io.BytesIO()
     draw(rows).savefig(buffer, format="png", dpi=130, metadata={"Source": digest(rows), "Software": None})
     return buffer.getvalue()
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Of some rows, in short."""
+    """Return a short digest of these rows."""
     return hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def charts(rows: Sequence[Row]) -> dict[str, bytes]:
-    """All pictures, drawn."""
+    """Draw every picture the rows allow; return PNG bytes by name."""
     return {name: png(draw, group) for name, (draw, group) in pictures(rows).items()}
 
 
@@ -132,7 +132,7 @@ def _slug(name: str) -> str:
 
 
 def save(pictures: dict[str, bytes], folder: Path) -> list[Path]:
-    """Write them as PNG files."""
+    """Write the pictures as PNG files below `folder`; return their paths."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in pictures.items():

@@ -1,4 +1,4 @@
-"""Two results of the same cases and methods: what changed, and whether more than chance did it. Knows no torch."""
+"""Compare two results of the same cases and methods: what changed, and whether by more than chance. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """After over before."""
+        """Time after over time before: below 1 is faster."""
         return self.after / self.before
 
     @property
     def verdict(self) -> str:
-        """ "faster", "slower", or "same" where the uncertainty covers the difference."""
+        """Return "faster", "slower", or "same" where the uncertainty covers the difference."""
         if abs(self.ratio - 1) <= self.uncertainty:
             return "same"
         return "faster" if self.ratio < 1 else "slower"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file, or of what `--json` printed; anything else is refused in one line."""
+    """Read rows from a JSON lines file or from the output of `--json`; anything else raises a ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
@@ -52,7 +52,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def compare(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Difference]:
-    """What both have, the newest row of each; nothing in common is an error."""
+    """Compare the cases and methods that both have, the newest row of each; raise if they have none in common."""
     old = {(key(row), row["method"]): row for row in before}
     new = {(key(row), row["method"]): row for row in after}
     shared = [name for name in new if name in old]

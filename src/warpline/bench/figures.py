@@ -1,4 +1,4 @@
-"""What a row says of measured times: medians, rates, and shares of what the machine can do."""
+"""The figures of a row, from measured times: medians, rates, and shares of what the machine can do."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from warpline.model import cost
 
 Row = dict[str, Any]
 
-#: What a row says whose time from the first token to the last is smaller than the noise.
+#: The note of a row where the time from the first token to the last is smaller than the noise.
 UNSURE = "the time from first to last token is less than the noise: more --repetitions, or more tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """First tokens and whole generations: where there are as many, each right before its generation."""
+    """Times to the first token and of whole generations. Where the counts match, each pair was measured together."""
 
     first: Sample
     whole: Sample
 
     @property
     def decode(self) -> float | None:
-        """Seconds from the first token to the last: the median over pairs, which share what the machine did then.
-        None where noise exceeds it, so that a first token would come behind the last."""
+        """Seconds from the first token to the last: the median over pairs, which share the state of the machine. None
+        where noise exceeds it, so that the first token would come after the last."""
         firsts, wholes = self.first.seconds, self.whole.seconds
         if len(firsts) != len(wholes):
             firsts = (self.first.median,) * len(wholes)
@@ -37,7 +37,7 @@ class Times:
 
 
 def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: dict[str, float]) -> Row:
-    """What a row says of a method's times: medians."""
+    """Return the figures of a method's row; all times are medians."""
     kind = known.find(name)
     case = replace(case, dtype=kind.stored or case.dtype)
     counted = kind.exact or kind.stored or kind.kv_stored  # others move fewer bytes than the dtype says
@@ -72,8 +72,8 @@ def figures(case: Case, config: ModelConfig, times: Times, name: str, limits: di
 def decode_rates(
     case: Case, config: ModelConfig, us_per_token: float, read_gb_s: float, kv_dtype: str | None = None
 ) -> Row:
-    """What a step's time means: the bytes that it must move, of the LM head codes (the texts are greedy), in that
-    time, and as a share of what memory can do."""
+    """Return the GB/s of a step and its share of the read bandwidth, from the bytes it must move. Of the LM head these
+    are the codes, because the texts are greedy."""
     steps = case.new - 1
     lengths = [case.prompt] * case.batch
     moved = cost.decode_bytes(config, case.dtype, lengths=lengths, steps=steps, screened=True, kv_dtype=kv_dtype)

@@ -1,4 +1,4 @@
-"""Time the catalog's kernels on this GPU, each beside torch doing the same and beside what the memory can deliver."""
+"""Time the catalog's kernels on this GPU, each beside torch doing the same and beside the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from warpline.kernels.verify import random_inputs
 
 
 def require_gpu() -> None:
-    """Say in one line that there is nothing to time on."""
+    """Raise if there is no GPU to time on."""
     if not torch.cuda.is_available():
         raise DeviceError("timing kernels needs a CUDA GPU: 'warpline kernels compile' works without one")
 
 
 def bench(specs: list[KernelSpec], dtypes: list[str], arch: str | None = None) -> Iterator[dict[str, Any]]:
-    """One row per kernel, bench shape and dtype; `arch` compiles for another GPU than this one, as compute_75."""
+    """Yield one row per kernel, bench shape and dtype; `arch` (as compute_75) compiles for another GPU."""
     require_gpu()
     origin = provenance() | {"copy_gb_s": round(copy_bandwidth(), 1)}
     arch = arch or launch.arch_of(torch.cuda.current_device())
@@ -53,7 +53,7 @@ def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, 
         "arch": arch,
         "dtype": dtype,
         "dims": dict(dims),
-        "tunables": dict(calls[0].program[0].tunables),  # the default's, or what a sweep on this GPU found
+        "tunables": dict(calls[0].program[0].tunables),  # the default's, or those a sweep on this GPU found
         "us": round(ours.median, 3),
         "us_p20": round(ours.p20, 3),
         "us_p80": round(ours.p80, 3),
@@ -65,8 +65,8 @@ def _row(spec: KernelSpec, dtype: str, dims: Dims, arch: str, origin: dict[str, 
 
 
 def rates(spec: KernelSpec, dtype: str, dims: Dims, us: float, copy_gb_s: float, peak: float) -> dict[str, Any]:
-    """What so many microseconds make of the op's bytes and operations, beside the roof: a copy, or a large product at
-    `peak` TFLOP/s."""
+    """Return the rates of an op that takes `us` microseconds, as shares of its roof: a copy at `copy_gb_s`, or a large
+    product at `peak` TFLOP/s."""
     moved, flops = spec.bytes(dims, dtype), spec.flops(dims)
     gb_s, tflop_s = moved / us / 1e3, flops / us / 1e6
     return {

@@ -1,4 +1,4 @@
-"""Climb a ladder on this GPU: every rung is checked against float64 first, then timed beside the roof."""
+"""Climb a ladder on this GPU: every rung is checked against float64 first, then timed and compared with the roof."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from warpline.kernels.launch import TORCH_TYPES
 from warpline.kernels.verify import Trial, random_inputs
 
 Row = dict[str, Any]
-#: A launch that takes longer waits for itself, not for a cold cache; a few of them over two sets of buffers say enough.
+#: In ms: from _SLOW_MS per launch a cold cache does not matter, and launches of _PATIENCE_MS together are enough.
 _SLOW_MS, _PATIENCE_MS = 1.0, 50.0
 
 
 def steps(ladder: Ladder) -> int:
-    """How many rows a climb has."""
+    """Return the number of rows of a climb."""
     return len(ladder.rungs) + len(ladder.yardsticks) * len({rung.dtype for rung in ladder.rungs})
 
 
 def climb(ladders: Sequence[tuple[Ladder, Dims]]) -> Iterator[Row]:
-    """One row per rung and yardstick, ladder by ladder; a rung that computes something wrong is an error."""
+    """Yield one row per rung and yardstick, ladder by ladder; raise if a rung computes a wrong result."""
     if not torch.cuda.is_available():
         raise DeviceError("timing a ladder needs a CUDA GPU: without one it is compiled, listed and replayed (--from)")
     origin = provenance() | {"copy_gb_s": round(copy_bandwidth(), 1)}
@@ -50,7 +50,7 @@ def climb(ladders: Sequence[tuple[Ladder, Dims]]) -> Iterator[Row]:
 def _climb(ladder: Ladder, dims: Dims, arch: str, copy_gb_s: float, peaks: dict[str, float]) -> Iterator[Row]:
     shape = ladder.shape_of(dims)
     sets = {dtype: _Sets(ladder, dims, dtype) for dtype in dict.fromkeys(rung.dtype for rung in ladder.rungs)}
-    below: float | None = None  # of the next rung below that is there and no variant
+    below: float | None = None  # µs of the last possible rung before this one that is not a variant
     for rung in ladder.rungs:
         row: Row = {
             "ladder": ladder.name,
@@ -85,14 +85,14 @@ def _climb(ladder: Ladder, dims: Dims, arch: str, copy_gb_s: float, peaks: dict[
 
 
 def check(rung: Rung, shapes: Sequence[Dims], arch: str, seed: int = 1) -> None:
-    """Every shape at which the rung exists, in float64; a wrong result is an error that says how."""
+    """Compare the rung with float64 at every shape where it exists; raise with the difference if it is wrong."""
     for dims in shapes:
         if rung.allows(dims, arch):
             Trial(rung.spec, rung.dtype, rung.dims(dims), seed).check()
 
 
 def _compile(ladders: Sequence[tuple[Ladder, Dims]], arch: str) -> None:
-    """All at once, on all cores."""
+    """Compile the rungs at all their shapes, on all cores."""
     places = [(rung, d) for ladder, dims in ladders for rung in ladder.rungs for d in (*ladder.odd_dims, dims)]
     compile_many(list({(rung.compiled_as(dims, arch), arch): None for rung, dims in places if rung.allows(dims, arch)}))
 
@@ -102,7 +102,7 @@ def _microseconds(timing: Timing) -> Row:
 
 
 class _Sets:
-    """The same inputs for everybody who computes in one dtype."""
+    """The inputs of one dtype, shared by all rungs and yardsticks that compute in it."""
 
     def __init__(self, ladder: Ladder, dims: Dims, dtype: str):
         self._dims, top = dims, ladder.climb[-1].spec
@@ -111,7 +111,7 @@ class _Sets:
         self._numbers = top.number_values(dims)
 
     def time(self, rung: Rung) -> Timing:
-        """A rung. What it keeps in constant memory is the first set's, since it stays there between launches."""
+        """Time a rung. Its constant memory always holds the first set, because it stays loaded between launches."""
         numbers = rung.spec.number_values(rung.dims(self._dims))
         calls = [launch.Call(rung.spec, self._of(rung, inputs), numbers=numbers) for inputs in self._inputs]
         return _timed(lambda i: calls[i].launch(), len(calls))
@@ -121,12 +121,12 @@ class _Sets:
         return [first if buffer.role == "constant" else own for buffer, first, own in kept]
 
     def time_other(self, do: Callable[..., Any]) -> Timing:
-        """A yardstick."""
+        """Time a yardstick."""
         return _timed(lambda i: do(*self._inputs[i], **self._numbers), len(self._inputs))
 
 
 def _timed(call: Callable[[int], object], sets: int) -> Timing:
-    """As `time_launches`, but naive kernels may not take all day."""
+    """Time like `time_launches`, but with fewer launches where one takes longer than `_SLOW_MS`."""
     call(0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

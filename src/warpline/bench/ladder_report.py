@@ -1,4 +1,4 @@
-"""Rows of a climb become a table, a picture and a page. Knows no torch."""
+"""Rows of a climb become a table, a picture and a page. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from warpline.kernels.ladder.rung import NOWHERE
 
 Row = dict[str, Any]
 TITLES = ("rung", "dtype", "µs", "GB/s", "TFLOP/s", "% of roof", "gain", "why")
-#: Two runs of the same kernel differ by as much.
+#: Relative difference between two runs of the same kernel.
 _NOISE = 0.01
 
 
 def read(path: Path) -> list[Row]:
-    """Rows of a ladder.jsonl, of all below a folder, or of what `--json` printed; else an error of one line."""
+    """Read rows from a ladder.jsonl, from all of them below a folder, or from the output of `--json`."""
     files = sorted(path.rglob("ladder.jsonl")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(
@@ -49,7 +49,7 @@ def _read(path: Path) -> list[Row]:
 
 
 def newest(rows: Sequence[Row]) -> list[list[Row]]:
-    """The newest climb of each GPU, ladder and shape: what was measured at different times is not compared."""
+    """Return the newest climb of each GPU, ladder and shape: times of different runs are not compared."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["gpu"], row["ladder"], row["shape"]), []).append(row)
@@ -57,25 +57,25 @@ def newest(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def title(rows: Sequence[Row]) -> str:
-    """What was climbed, on what."""
+    """Return the ladder's title with the shape and the GPU."""
     first = rows[0]
     known = LADDERS.get(first["ladder"])
     return f"{known.title if known else first['ladder']} {first['shape'].replace('x', '×')}, {first['gpu']}"
 
 
 def origin(row: Row) -> str:
-    """Where and when it was measured, and the roof that bandwidth sets there."""
+    """Return where and when the row was measured, and the copy bandwidth there."""
     return f"{row['gpu']}, copy {row['copy_gb_s']:,.0f} GB/s, torch {row['torch']}, {row['time'][:10]}"
 
 
 def why(row: Row) -> str:
-    """The sentence of a rung; nothing for one that has gone since."""
+    """Return the rung's explanation; empty for a rung that no longer exists."""
     known = LADDERS.get(row["ladder"])
     return next((rung.why for rung in known.rungs if rung.name == row["rung"]), "") if known else ""
 
 
 def verdict(row: Row) -> str:
-    """Whether the idea paid, from the measurement alone."""
+    """Return "gains", "same" or "loses" from the measured gain; empty where there is none."""
     gain = row.get("gain")
     if gain is None:
         return ""
@@ -83,7 +83,7 @@ def verdict(row: Row) -> str:
 
 
 def columns(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The titles, then a line for each rung and yardstick."""
+    """Return the titles, then one line per rung and yardstick."""
     return [TITLES, *(_line(row, rows) for row in rows)]
 
 
@@ -105,7 +105,7 @@ def _line(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _beside(row: Row, rows: Sequence[Row]) -> str:
-    """A yardstick and the best of ours in its dtype."""
+    """Compare a yardstick with our fastest rung of the same dtype, in a sentence."""
     ours = [r for r in rows if r["kind"] == "rung" and r["dtype"] == row["dtype"] and r["status"] == "ok"]
     if not ours:
         return ""
@@ -114,7 +114,7 @@ def _beside(row: Row, rows: Sequence[Row]) -> str:
 
 
 def span(rows: Sequence[Row]) -> str:
-    """The whole climb in one line."""
+    """Summarise the climb in one line: first rung, last rung, and which variants or rungs lose."""
     climbed = [row for row in rows if row["kind"] == "rung" and row["status"] == "ok"]
     if len(climbed) < 2:
         return "There is nothing to climb at this shape."
@@ -125,10 +125,10 @@ def span(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of one climb."""
+    """Return the table of one climb as Markdown."""
     titles, *lines = columns(rows)
     table = "\n".join("| " + " | ".join(line) + " |" for line in [titles, ("---",) * len(titles), *lines])
-    return table.replace("__", r"\_\_")  # no bold type
+    return table.replace("__", r"\_\_")  # or Markdown would show names in bold
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ _SVG_STYLE = (
 
 
 def svg(rows: Sequence[Row]) -> str:
-    """Bars of the rate that limits the op, on a logarithmic scale, from the lowest rung to the yardsticks."""
+    """Draw the rate that limits the op as bars on a logarithmic scale, from the first rung to the yardsticks."""
     timed = [row for row in rows if row["status"] == "ok"]
     top = [row for row in timed if row["kind"] == "rung"][-1]
     figure, unit = ("tflop_s", "TFLOP/s") if top["bound"] == "compute" else ("gb_s", "GB/s")
@@ -183,7 +183,7 @@ _PAGE_STYLE = (
 
 
 def page(climbs: Sequence[Sequence[Row]]) -> str:
-    """One HTML page with the tables and pictures, nothing fetched from elsewhere."""
+    """Return one HTML page with all tables and pictures; it loads nothing from elsewhere."""
     first = climbs[0][0]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",

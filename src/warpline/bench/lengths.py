@@ -1,4 +1,4 @@
-"""Lengths of requests as they are in real use: most are short, some ten times as long. Knows no torch."""
+"""Lengths of requests as in real use: most are short, some are ten times as long. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 import random
 from collections.abc import Iterator
 
-#: Tokens that a prompt and an output have at least.
+#: Fewest tokens of a prompt and of an output.
 LEAST = 4
-#: Spread of the lengths' logarithms.
+#: Standard deviation of the logarithms of the lengths.
 SPREAD = 0.8
 
 
 def drawn(
     draw: random.Random, count: int, prompt: int, new: int, most: int, spread: float = SPREAD
 ) -> Iterator[tuple[int, int]]:
-    """Tokens of `count` prompts and of their outputs, about so many in the mean, together at most `most`."""
+    """Yield tokens of `count` prompts and of their outputs: means about `prompt` and `new`, sums at most `most`."""
 
     def length(mean: int) -> int:
         return max(LEAST, round(draw.lognormvariate(math.log(mean) - spread**2 / 2, spread)))

@@ -1,4 +1,4 @@
-"""Whether a method's tokens are right: judged by the readable model in float32, on the method's own text."""
+"""Judge whether a method's tokens are right: by the readable model in float32, given the method's own text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from warpline.model.gpt2 import GPT2
 from warpline.model.quantise import dequantised
 from warpline.model.weights import Weights
 
-#: Rows and tokens that are judged at most; all rows of a batch run through the same kernels.
+#: At most so many rows and tokens are judged; all rows of a batch run through the same kernels.
 ROWS, TOKENS = 4, 2048
 
 
@@ -20,18 +20,18 @@ ROWS, TOKENS = 4, 2048
 class Verdict:
     """How a method's tokens compare with the likeliest ones."""
 
-    agreeing: float  # share of tokens that are the oracle's likeliest, each behind the method's own text
+    agreeing: float  # share of tokens that are the oracle's likeliest, each given the method's own text before it
     worst: float  # largest deficit of a chosen token's logit, in standard deviations of the logits
     allowed: float
 
     @property
     def right(self) -> bool:
-        """Whether every token is the likeliest, as far as the dtype can tell."""
+        """Whether every token is the likeliest, within the rounding of the dtype."""
         return self.worst <= self.allowed
 
 
 class Oracle:
-    """The weights in float32, or what int8 codes stand for, in the readable model."""
+    """The readable model with the weights in float32, or with the dequantised int8 codes."""
 
     def __init__(self, weights: Weights):
         with torch.device("meta"):
@@ -42,7 +42,7 @@ class Oracle:
         self._verdicts: dict[bytes, Verdict] = {}
 
     def judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:
-        """The verdict on `tokens` [B, new] behind `prompts` [B, P]; the same tokens are judged once."""
+        """Return the verdict on `tokens` [B, new] after `prompts` [B, P]; equal arguments are judged once."""
         rows = max(1, min(ROWS, TOKENS // (prompts.shape[1] + tokens.shape[1])))
         prompts, tokens = prompts[:rows], tokens[:rows]
         key = dtype.encode() + prompts.cpu().numpy().tobytes() + tokens.cpu().numpy().tobytes()
@@ -52,8 +52,8 @@ class Oracle:
 
     @torch.inference_mode()
     def _judge(self, prompts: Tensor, tokens: Tensor, dtype: str) -> Verdict:
-        """A token is right if no other is likelier by more than rounding explains: about four roundings a layer,
-        adding up like a random walk, relative to the spread of the logits; eight times that is allowed."""
+        """A token is right if no other is likelier by more than rounding explains: about four roundings a layer, adding
+        up like a random walk, relative to the spread of the logits; eight times that is allowed."""
         text = torch.cat((prompts, tokens[:, :-1]), dim=1)
         if tokens.shape[1] == 1:
             logits = self.model(text, last=text.new_full((len(text),), text.shape[1] - 1))[:, None]

@@ -1,4 +1,4 @@
-"""One HTML page with the tables and charts of a run, nothing fetched from elsewhere."""
+"""One HTML page with the tables and charts of a run; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for (const head of document.querySelectorAll("th")) {
 
 
 def page(rows: Sequence[Row], pictures: dict[str, bytes]) -> str:
-    """The page."""
+    """Return the page for these rows; `pictures` are PNG bytes by name."""
     first = rows[0]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",

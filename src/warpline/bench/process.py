@@ -1,6 +1,6 @@
-"""A method in a process of its own: how long until its first token, and how much memory it takes.
+"""Measures a method in a process of its own: how long until its first token, and how much memory it takes.
 
-Run as a program it is that process: it builds the method of a case, generates, and prints one JSON object.
+Run as a program, this module is that process: it builds the method of a case, generates, and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def measure_process(name: str, case: Case, device: torch.device) -> dict[str, Any]:
-    """The row of a coldstart or memory case."""
+    """Return the row of a coldstart or memory case."""
     job = json.dumps({"method": name, "case": asdict(case), "device": str(device)})
     bytecode = _has_bytecode() if case.kind == "coldstart" else None  # before the first start can leave some
     try:
@@ -47,8 +47,8 @@ def measure_process(name: str, case: Case, device: torch.device) -> dict[str, An
 
 
 def _has_bytecode() -> bool:
-    """Whether Python finds torch compiled, as an installation leaves it. If not, every start compiles it again, which
-    may take longer than everything else."""
+    """Return whether Python finds torch compiled, as an installation leaves it. If not, every start compiles it again,
+    which may take longer than everything else."""
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin and Path(importlib.util.cache_from_source(torch.origin)).exists():
         return True
@@ -60,11 +60,11 @@ def _has_bytecode() -> bool:
 
 
 class _Failed(Exception):
-    """A process that did not answer, and why."""
+    """A process did not answer; the message says why."""
 
 
 def _start(job: str, cache: str) -> dict[str, Any]:
-    """What a new process says, and the seconds from its start to its first token."""
+    """Return what a new process answers, and the seconds from its start to its first token."""
     environment = os.environ | {"WARPLINE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
     command = [sys.executable, "-m", "warpline.bench.process", job]
     start = time.time()
@@ -81,7 +81,7 @@ def _start(job: str, cache: str) -> dict[str, Any]:
 
 
 def main(job: str) -> None:
-    """Be the process."""
+    """Run the job, given as JSON, and write the answer to stdout."""
     asked = json.loads(job)
     if asked["method"] in OURS:  # as `warpline generate` does
         wake_gpu(asked["device"])
@@ -102,7 +102,7 @@ def main(job: str) -> None:
     ids = method.ids(prompts)
     method.answer(ids, 1)
     first = time.time()
-    method.answer(ids, case.new)  # for the peak, and until everything is kept that the next start may find
+    method.answer(ids, case.new)  # for the peak, and so that all caches for the next start are filled
     sys.stdout.write(json.dumps({"first_token_at": first, "peak_bytes": method.peak_bytes()}) + "\n")
     method.close()
 

@@ -1,10 +1,10 @@
 """How generations are timed: warm-up, then repetitions of all methods in turn, each synchronised at both ends.
 
-Machines drift: clocks, neighbours, temperature. Methods that take turns share the drift, so that their ratios hold;
+Machines drift: clocks, neighbours, temperature. Methods measured in turn share the drift, so that their ratios hold;
 absolute times are only comparable within one run. A program with one method neither finds the CPU's caches full of
-another's code and data nor shares its cores with another's threads, which look for work long after a call has ended
-(ONNX Runtime's for 32 ms, torch's for 10). So a turn begins when these sleep, and a short call is made twice in it and
-timed the second time.
+another's code and data nor shares its cores with another's threads, which spin long after a call has ended (ONNX
+Runtime's for 32 ms, torch's for 10). So a turn begins when these threads sleep, and a short call is made twice in it
+and timed the second time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 #: Seconds of a call beyond which cold caches do not matter.
 SHORT = 0.1
-#: Seconds for which others' threads are waited for, at most, and of a look at them; looks in a row that find nothing.
+#: Seconds to wait for other methods' threads at most, seconds of one look at them, and idle looks in a row to stop at.
 PATIENCE, LOOK, LOOKS = 0.5, 0.002, 3
 
 
@@ -34,26 +34,26 @@ class Sample:
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median of the repetitions, in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def mean(self) -> float:
-        """Their mean."""
+        """Mean of the repetitions, in seconds."""
         return statistics.fmean(self.seconds)
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of one repetition; 0 where there is one only."""
+        """Standard deviation of one repetition in seconds; 0 where there is only one."""
         return statistics.stdev(self.seconds) if len(self.seconds) > 1 else 0.0
 
     def percentile(self, share: float) -> float:
-        """The repetition below which this share lies."""
+        """Return the repetition below which this share (0 to 1) of all lies."""
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     def figures(self) -> dict[str, float]:
-        """As rows have them."""
+        """Return the figures of a row: median, percentiles, mean and sigma in seconds, and the count."""
         return {
             "seconds": round(self.median, 7),
             "seconds_p20": round(self.percentile(0.2), 7),
@@ -65,7 +65,7 @@ class Sample:
 
 
 def timed_result(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Wall-clock seconds of one call, the device idle before and after, and what it returned."""
+    """Return the wall-clock seconds of one call, with the device idle before and after, and its result."""
     _synchronise(device)
     start = time.perf_counter()
     result = call()
@@ -74,7 +74,7 @@ def timed_result(call: Callable[[], T], device: torch.device) -> tuple[float, T]
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """The seconds alone."""
+    """Return the wall-clock seconds of one call, without its result."""
     return timed_result(call, device)[0]
 
 
@@ -86,11 +86,11 @@ def interleave(
     budget_seconds: float,
     least: int = 3,
 ) -> Iterator[tuple[str, float]]:
-    """(name, seconds) of every call in turn, `least` to `repetitions` times: beyond the least, each has an equal part
-    of the budget, so that the slow ones drop out first. Several calls under one name run one behind the other, so that
-    their difference is of one moment.
+    """Yield (name, seconds) of every call in turn, `least` to `repetitions` times: beyond the least, each has an equal
+    part of the budget, so that the slow ones drop out first. Several calls under one name run one after the other, so
+    that both times of their difference come from the same moment.
 
-    Every other round goes backwards, so that nobody always runs behind the same neighbour.
+    Every other round goes backwards, so that no method always runs after the same neighbour.
     """
     part = budget_seconds / max(1, len(calls))
     taken = dict.fromkeys(calls, 0.0)
@@ -109,7 +109,7 @@ def interleave(
 
 
 def _wait_for_threads() -> None:
-    """Until this process takes less than a quarter of a core."""
+    """Wait until this process takes less than a quarter of a core, or PATIENCE seconds."""
     deadline, idle = time.monotonic() + PATIENCE, 0
     while idle < LOOKS and time.monotonic() < deadline:
         begun, taken = time.monotonic(), time.process_time()
@@ -119,7 +119,7 @@ def _wait_for_threads() -> None:
 
 
 def collect(pairs: Iterable[tuple[str, float]]) -> dict[str, Sample]:
-    """The samples by name."""
+    """Return the samples by name."""
     ordered = sorted(pairs, key=lambda pair: pair[0])
     return {n: Sample(tuple(s for _, s in group)) for n, group in itertools.groupby(ordered, key=lambda pair: pair[0])}
 

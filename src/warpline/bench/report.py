@@ -1,4 +1,4 @@
-"""Rows become tables: a card of limits, the table of methods, Markdown and CSV. Knows no torch."""
+"""Turns rows into tables: a card of limits, the table of methods, Markdown and CSV. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from warpline.config import ModelConfig
 from warpline.model import cost
 
 Row = dict[str, Any]
-#: What makes two rows one comparison.
+#: The fields that two rows must share to be compared.
 CASE = tuple(field.name for field in fields(Case))
-#: What its rows say of the run and the machine.
+#: Fields of a row that describe the run and the machine.
 _OF_A_RUN = ("time", "commit", "device", "gpu", "cores", "threads", "torch", "read_gb_s", "cache_mb")
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """The case a row belongs to."""
+    """Return the fields that identify the row's case."""
     return tuple(row[name] for name in CASE)
 
 
 def machine(row: Row) -> tuple[Any, ...]:
-    """What it was measured on: rows of different ones have no table in common."""
-    threads = row.get("threads")  # not of a GPU
+    """Return the machine of a row: rows of different machines are never in one table."""
+    threads = row.get("threads")  # absent in rows of a GPU
     return row.get("device"), threads and (row.get("cores") or threads), threads
 
 
 def as_case(row: Row) -> Case:
-    """The case of a row."""
+    """Return the case of a row."""
     return Case(**{name: row[name] for name in CASE})
 
 
 def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows by machine and case, all in order of appearance."""
+    """Return the rows by machine and case, all in order of appearance."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((*machine(row), *key(row)), []).append(row)
@@ -45,8 +45,8 @@ def grouped(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def newest(rows: Sequence[Row], having: str | None = None) -> list[Row]:
-    """The rows of each case's newest run, or of the newest `having` a method where there is one: what was measured at
-    different times is not compared. Who was only in other runs is named, without figures."""
+    """Return the rows of each case's newest run, or of the newest with a method `having` if there is one: times of
+    different runs are not compared. Methods measured only in other runs are named without figures."""
     found = []
     for group in grouped(rows).values():
         wanted = [row["time"] for row in group if row["method"] == having]
@@ -63,13 +63,13 @@ def newest(rows: Sequence[Row], having: str | None = None) -> list[Row]:
 
 
 def speaks_for_us(rows: Sequence[Row]) -> bool:
-    """Whether a table has figures of what `auto` chooses today: one from before there was that says nothing of it."""
+    """Whether a table has figures of what `auto` chooses today; older tables say nothing about it."""
     return any(row["method"] in CHOSEN and row["status"] == "ok" for row in rows)
 
 
 def losses(rows: Sequence[Row]) -> list[str]:
-    """A line for each workload, model and kind of weights in which somebody is ahead of what a user calls, or, where
-    that was not measured, of the best of ours. Those with int8 weights are compared with ours in int8."""
+    """Return a line for each workload, model and dtype of weights in which a peer is faster than the public call, or,
+    where that was not measured, than the best of ours. Peers with int8 weights are compared with ours in int8."""
     behind: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     cases: dict[tuple[str, str, str], int] = {}
     for group in grouped(rows).values():
@@ -98,7 +98,7 @@ def losses(rows: Sequence[Row]) -> list[str]:
 
 
 def card(config: ModelConfig, case: Case, read_gb_s: float) -> list[tuple[str, str]]:
-    """What the machine could do at best: the bytes of a decode step over the bandwidth measured now."""
+    """Return lines on what the machine could do at best: the bytes of a decode step over the bandwidth measured now."""
     context = case.prompt + case.new // 2
     moved = cost.total_bytes(cost.decode(config, case.dtype, batch=case.batch, context=context, screened=True))
     seconds = moved / read_gb_s / 1e9
@@ -116,12 +116,12 @@ TITLES = (
     "method", "median s", "±", "tok/s", "requests/s", "lanes", "idle", "× naive", "× peer", "µs/token", "GB/s",
     "% of limit", "first token ms",
 )  # fmt: skip
-#: Those that a narrow table can do without, the first of them first.
+#: Columns that a narrow table can leave out, the least important first.
 LEAST = ("GB/s", "µs/token", "idle", "× naive", "first token ms", "±")
 
 
 def cells(row: Row, naive: Row | None = None, peer: Row | None = None) -> tuple[str, ...]:
-    """One line of the table, beside what it is compared with; what a row does not have is left empty."""
+    """Return one line of the table, with the ratios to `naive` and `peer`; missing values are empty."""
     if "peak_bytes" in row:
         return (row["method"], f"{row['peak_bytes'] / 1e6:,.0f} MB at most", *[""] * (len(TITLES) - 2))
     if "cold_seconds" in row:
@@ -149,12 +149,12 @@ def cells(row: Row, naive: Row | None = None, peer: Row | None = None) -> tuple[
 
 
 def _is_late(row: Row) -> bool:
-    """Whether its first token was measured to come behind its last, in other generations: noise."""
+    """Whether noise put the first token, measured in other generations, after the last."""
     return bool(row.get("first_token_seconds", 0.0) >= row.get("seconds", 1.0)) and row["new"] > 1
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the marks of a table mean, those that it has."""
+    """Return the explanations of the marks that the table uses."""
     timed = [row for row in rows if row["status"] == "ok" and "seconds" in row]
     found = []
     peer = yardsticks(rows)[1]
@@ -178,15 +178,15 @@ def _optional(row: Row, name: str, form: str) -> str:
 
 
 def yardsticks(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
-    """What the others of a table are compared with: the naive model, and the fastest that is neither ours nor of other
-    weights."""
+    """Return the rows that others are compared with: the naive model, and the fastest peer with the same kind of
+    weights; each may be None."""
     measured = {row["method"]: row for row in rows if row["status"] == "ok" and "seconds" in row}
     peers = [row for name, row in measured.items() if name not in (*OURS, *INT8, *INT8_KV, *NAIVE)]
     return measured.get(BASELINE), min(peers, key=lambda row: row["seconds"], default=None)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table per case, and who is not in it."""
+    """Return a Markdown table per case, with the methods left out."""
     parts = []
     for group in grouped(rows).values():
         parts.append(f"**{as_case(group[0]).label}** · {group[0]['time'][:10]}")
@@ -200,25 +200,25 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _escaped(note: str) -> str:
-    """Not the beginning of a list."""
+    """Escape a leading asterisk, which would begin a list."""
     return "\\" + note if note.startswith("*") else note
 
 
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The lines of what was measured, of one case."""
+    """Return the table lines of one case, without titles, for the rows that were measured."""
     naive, peer = yardsticks(rows)
     return [cells(row, naive, peer) for row in rows if row["status"] == "ok"]
 
 
 def columns(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Titles and lines of one case, without the columns that nobody fills."""
+    """Return titles and lines of one case, without the empty columns."""
     lines = table(rows)
     used = [i for i in range(len(TITLES)) if any(line[i] for line in lines)]
     return [tuple(line[i] for i in used) for line in (TITLES, *lines)]
 
 
 def absent(rows: Sequence[Row]) -> list[str]:
-    """Who was not measured, and why; those with the same reason together."""
+    """Return the methods that were not measured and why; methods with the same reason share an entry."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -227,7 +227,7 @@ def absent(rows: Sequence[Row]) -> list[str]:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Every row with every field that any of them has."""
+    """Return all rows as CSV, with every field that any of them has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")

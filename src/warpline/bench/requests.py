@@ -1,4 +1,4 @@
-"""Requests of different lengths that come all at once, and the rectangles that methods without slots make of them."""
+"""Requests of different lengths that arrive all at once, and padded batches of them for methods without slots."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from warpline.bench.lengths import drawn
 from warpline.bench.workloads import Case
 from warpline.config import ModelConfig
 
-#: Tokens that a prompt and an output have at most together.
+#: Most tokens of a prompt and its output together.
 MOST = 1024
-#: Prompts of methods that want few shapes are of a length that is a multiple of this.
+#: Methods that want few shapes get prompts with a multiple of this length.
 MULTIPLE = 64
 
 
 class Asked(NamedTuple):
-    """One request: a prompt, and how many tokens are wanted behind it."""
+    """One request: a prompt, and how many tokens are wanted after it."""
 
     prompt: tuple[int, ...]
     new: int
@@ -30,13 +30,13 @@ class Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def lengths(case: Case, positions: int) -> tuple[tuple[int, int], ...]:
-    """Prompt and output of each of the case's requests, about as long in the mean as it says; the same every time."""
+    """Return prompt and output tokens of each request, with the case's means; the same every time."""
     draw = random.Random(f"{case.batch} {case.prompt} {case.new}")
     return tuple(drawn(draw, case.batch, case.prompt, case.new, min(MOST, positions)))
 
 
 def requests(case: Case, config: ModelConfig) -> list[Asked]:
-    """The case's requests, in the order in which they come."""
+    """Return the case's requests, in the order in which they arrive."""
     draw = np.random.default_rng(case.batch)
     return [
         Asked(tuple(draw.integers(config.vocab_size, size=prompt).tolist()), new)
@@ -45,29 +45,29 @@ def requests(case: Case, config: ModelConfig) -> list[Asked]:
 
 
 class Batch(NamedTuple):
-    """Requests that are answered together by a method that begins and ends them at the same time."""
+    """Requests that a method answers together: they begin and end at the same time."""
 
     asked: Sequence[Asked]
-    prompts: Sequence[Sequence[int]]  # as the method gets them
+    prompts: Sequence[Sequence[int]]  # as the method gets them, perhaps padded
     new: int
 
     @property
     def rectangle(self) -> Tensor:
-        """The prompts as a matrix, where they are of one length."""
+        """The prompts as a matrix; they must have one length."""
         return torch.tensor(self.prompts)
 
 
 def by_output(asked: Sequence[Asked]) -> list[Asked]:
-    """The longest outputs first, which is best for those who pad: a batch runs to its longest, and how many tokens a
-    request may get is known before it begins."""
+    """Return the requests with the longest outputs first. This is best for padded batches: a batch runs to its longest
+    output, and the number of tokens of a request is known before it begins."""
     return sorted(asked, key=lambda one: -one.new)
 
 
 def batches(asked: Sequence[Asked], size: int, positions: int, *, ragged: bool, fixed: bool) -> Iterator[Batch]:
-    """The requests in batches of up to `size`, in their order: prompts padded on the left to the longest, unless the
+    """Yield the requests in batches of up to `size`, in order: prompts padded on the left to the longest, unless the
     method takes `ragged` ones, and all run to the longest output. A batch is closed early where both together would
-    exceed the model's context: every request gets all of its tokens. With `fixed`, shapes are few: prompts are
-    multiples of `MULTIPLE` long where there is room, and rows as many as the batch has."""
+    exceed the model's context: every request gets all of its tokens. With `fixed`, there are few shapes: prompt lengths
+    are multiples of `MULTIPLE` where there is room, and every batch has `size` rows."""
     for some in _closed(asked, size, positions):
         longest, new = max(len(one.prompt) for one in some), max(one.new for one in some)
         if fixed:

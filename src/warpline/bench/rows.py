@@ -1,4 +1,4 @@
-"""Rows that can be trusted a year later: what was measured, with what, on what."""
+"""Rows with their provenance: what was measured, with which code and versions, on which machine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from warpline import __version__, hardware
 from warpline.errors import ConfigError, WarplineError
 
 SCHEMA = 1
-#: What a method may raise without ending the run: its row says so.
+#: Errors of a method that do not end the run: its row reports them.
 FAILURES = (RuntimeError, ImportError, ValueError, TypeError, WarplineError)
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """What the row of a method that raised this says."""
+    """Return the status of a method's row after this error."""
     lines = str(error).splitlines() or [""]
-    if isinstance(error, ConfigError):  # refused, not broken
+    if isinstance(error, ConfigError):  # refused by a check, not broken
         return {"status": "impossible", "why": lines[0][:200]}
     return {"status": "failed", "why": f"{type(error).__name__}: {lines[0][:200]}"}
 
 
 def provenance() -> dict[str, Any]:
-    """Commit, GPU, driver, versions and time of this run."""
+    """Return commit, GPU, driver, versions and time of this run."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -47,7 +47,7 @@ def provenance() -> dict[str, Any]:
 
 
 def source_digest() -> str:
-    """Digest of the package's code: says what was measured, whether or not it was committed where it was measured."""
+    """Return a digest of the package's code: it identifies what was measured even where that was not committed."""
     root = Path(__file__).parents[1]
     return _digest({str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()})
 
@@ -60,7 +60,7 @@ def _digest(files: dict[str, bytes]) -> str:
 
 
 def stamp(path: Path) -> int:
-    """Rows measured from code that was not committed there get the commit that has exactly this code; return how many.
+    """Give rows measured from uncommitted code the commit that has exactly this code; return how many were changed.
 
     A row whose code is in no commit of this history stays as it is.
     """
@@ -76,7 +76,7 @@ def stamp(path: Path) -> int:
 
 
 def _commits(digests: set[str]) -> dict[str, str]:
-    """The newest commit for each digest, as far as there is one among the last hundred that changed the package."""
+    """Return the newest commit for each digest, searched in the last hundred commits that changed the package."""
     found: dict[str, str] = {}
     package = f"src/{Path(__file__).parents[1].name}"
     history = _git("rev-list", "--max-count=100", "HEAD", "--", package) if digests else None
@@ -91,7 +91,7 @@ def _commits(digests: set[str]) -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the source tree, or None where this is no checkout."""
+    """Return what git prints for the source tree, or None where this is no checkout."""
     try:
         return _run(*arguments).decode().strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -104,7 +104,7 @@ def _run(*arguments: str) -> bytes:
 
 
 def append(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    """Add rows to results/<gpu>/<name>.jsonl."""
+    """Append rows to results/<gpu>/<name>.jsonl; return the path."""
     gpu = rows[0]["gpu"]
     path = folder / re.sub(r"[^a-z0-9]+", "-", str(gpu or "cpu").lower()).strip("-") / f"{name}.jsonl"
     try:

@@ -1,4 +1,4 @@
-"""Cases × methods → rows. Every method's tokens are judged before its time counts; what cannot run says why."""
+"""Cases × methods → rows. Every method's tokens are judged before it is timed; a row without times says why."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from warpline.model.weights import TORCH_DTYPES, Weights, load, read_config
 
 logger = logging.getLogger(__name__)
 
-#: Tokens by which a method's speed is judged before it is given a long case.
+#: Tokens from which a method's speed is estimated before it gets a long case.
 TRIAL_TOKENS = 4
-#: Beyond this, no cache matters, and reading is as fast as it is.
+#: Reading more than this is not faster: it exceeds every cache.
 MOST_MEGABYTES = 1024
 
 Row = dict[str, Any]
@@ -48,24 +48,24 @@ class Built:
     """A method that is warm and was judged right."""
 
     method: Method
-    ids: Any  # the prompts, as its user has them
+    ids: Any  # the prompts, as a user of the method holds them
     row: Row
     seconds: float  # of the generation that was judged
 
 
 @dataclass(slots=True)
 class Bench:
-    """A run: its origin, measured once, and the rows as they come."""
+    """A run: its provenance, measured once, and the rows as they come."""
 
     settings: Settings
     origin: Row = field(default_factory=dict)
-    says: Callable[[str], object] = lambda _: None  # what is being done, to whoever waits
+    says: Callable[[str], object] = lambda _: None  # reports what is being done
     begun: float = field(default_factory=time.monotonic)
     _weights: tuple[tuple[str, str], Weights] | None = None
     _limits: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Where this run comes from, and what copying costs here."""
+        """Record the provenance of this run, and on a GPU its copy bandwidth."""
         described = hardware.describe(self.settings.device)
         self.origin = provenance() | {"device": described.name, "cores": described.units}
         if (cache := hardware.cache_bytes(self.settings.device)) is not None:
@@ -76,8 +76,8 @@ class Bench:
             self.origin["threads"] = torch.get_num_threads()
 
     def run(self, cases: Sequence[Case], methods: Sequence[str], tick: Tick) -> Iterator[list[Row]]:
-        """The rows of each case, a row for each method; `tick` counts methods. Where time is limited, the cheap cases
-        of a model come first, so that what is left out in the end is dear."""
+        """Yield the rows of each case, one per method; `tick` counts methods. With a time limit, the cheap cases of a
+        model come first, so that the last and expensive ones are left out."""
         if not math.isinf(self.settings.limit_seconds):
             order = list(dict.fromkeys((case.model, case.dtype) for case in cases))
             cases = sorted(cases, key=lambda c: (order.index((c.model, c.dtype)), self._need(c, methods)))
@@ -90,16 +90,16 @@ class Bench:
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def limits(self, case: Case) -> dict[str, float]:
-        """What this machine can do now: read as many bytes as the model has, and multiply in its dtype. A GPU reads a
-        model that fits its L2 cache faster than memory, and a short one slower than a long one; the limit is the faster
-        of the model's bytes and of many."""
+        """Return what this machine can do now: GB/s of reading as many bytes as the model has, and TFLOP/s in its
+        dtype. A GPU reads a model that fits its L2 cache faster than memory, and a short one slower than a long one;
+        the limit is the faster of the model's bytes and of many."""
         key = (case.model, case.dtype)
         if key not in self._limits:
             self._limits[key] = self._measured(case)
         return self._limits[key]
 
     def _measure_again(self, case: Case) -> None:
-        """The better of what was measured before and of what is measured now."""
+        """Keep the better of the limits measured before and of those measured now."""
         before, now = self.limits(case), self._measured(case)
         self._limits[case.model, case.dtype] = {name: max(before[name], now[name]) for name in before}
 
@@ -116,19 +116,19 @@ class Bench:
         return {"read_gb_s": round(read, 1), "product_tflop_s": round(rate, 4)}
 
     def _at_best(self, case: Case) -> float:
-        """Seconds of one generation at the limits of this machine."""
+        """Return the seconds of one generation at the limits of this machine."""
         return budget.seconds_at_best(case, case.windowed(read_config(case.model)), *self.limits(case).values())
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _share(self, cases: Sequence[Case], methods: Sequence[str]) -> float:
-        """Seconds that the first of these cases may take."""
+        """Return the seconds that the first of these cases may take."""
         if math.isinf(self.settings.limit_seconds):
             return math.inf
         return budget.share(max(0.0, self._left), [self._need(case, methods) for case in cases])
 
     def _need(self, case: Case, methods: Sequence[str]) -> tuple[float, float]:
-        """Seconds that a case takes at least and at most, with those methods that can do it."""
+        """Return the seconds that a case takes at least and at most, with the methods that can run it."""
         device, possible = torch.device(self.settings.device), case.obstacle(read_config(case.model)) is None
         able = [kind for kind in map(known.find, methods) if possible and kind.obstacle(case, device) is None]
         return budget.need(case, self._at_best(case), [kind.startup_seconds for kind in able])
@@ -195,7 +195,7 @@ class Bench:
         del oracle
         dtypes = {name: known.find(name).stored or case.dtype for name in built}
         its_own = {dtype: replace(case, dtype=dtype) for dtype in dtypes.values()}
-        has_neighbours = self.settings.device == "cpu"  # who come and go: its limit is measured before and after
+        has_neighbours = self.settings.device == "cpu"  # their load varies: its limit is measured before and after
         if has_neighbours:
             for like in its_own.values():
                 self._limits[like.model, like.dtype] = self._measured(like)
@@ -228,8 +228,8 @@ class Bench:
         *,
         first: bool,
     ) -> Built | None:
-        """Make the method, warm it up and judge it, by the deadline unless it is the first; the row tells what goes
-        wrong."""
+        """Build the method, warm it up and judge it; unless it is the first it must keep the deadline. On failure the
+        row says why."""
         kind = known.find(name)
         self.says(f"Checking {name}")
         if kind.startup_seconds > deadline.left and not first:
@@ -239,7 +239,7 @@ class Bench:
         try:
             begun = time.monotonic()
             method = kind(weights, case, prompts.device)
-            deadline.at += time.monotonic() - begun  # what is converted here serves other cases too
+            deadline.at += time.monotonic() - begun  # a conversion made here serves other cases too
             ids = method.ids(prompts)
             expected = self._expected(method, case, ids)
             if expected > self.settings.patience_seconds:
@@ -264,8 +264,8 @@ class Bench:
         return None
 
     def _expected(self, method: Method, case: Case, ids: Any) -> float:
-        """Seconds of one generation, judged by its first few tokens once they are warm."""
-        if case.kind == "prefill":  # there is nothing shorter to judge by
+        """Estimate the seconds of one generation from its first few tokens, once the method is warm."""
+        if case.kind == "prefill":  # there is nothing shorter to estimate it from
             for _ in range(method.warm_up):
                 method.answer(ids, 1)
             return self._at_best(case)
@@ -278,8 +278,8 @@ class Bench:
         return first + max(0.0, some - first) / max(1, few - 1) * (case.new - 1)
 
     def _time(self, case: Case, built: dict[str, Built], device: torch.device, deadline: Deadline) -> dict[str, Times]:
-        """Rounds in which everybody takes turns: a first token, and behind it a whole generation. In a hurry there may
-        be none for whole generations: then the one that was judged has to do."""
+        """Time the methods in turn: a first token, then a whole generation. With little time left whole generations are
+        not repeated: the time of the judged one is used."""
         self.says(f"Timing {', '.join(built)} in turns" if len(built) < 4 else f"Timing {len(built)} methods in turns")
         left = deadline.left
         hurried = left < 3 * sum(one.seconds for one in built.values())
@@ -307,7 +307,7 @@ class Bench:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def load(self, case: Case) -> Weights:
-        """Once for the cases in a row that share them."""
+        """Load the weights once for consecutive cases that share them."""
         key = (case.model, case.dtype)
         if self._weights is None or self._weights[0] != key:
             self._weights = None
@@ -316,7 +316,7 @@ class Bench:
         return self._weights[1]
 
     def _too_large(self, case: Case, config: ModelConfig) -> str | None:
-        """What is missing for the weights, the oracle's in float32 and a KV cache, before any of it is allocated."""
+        """Return why a case (weights, the oracle's float32, KV cache) does not fit in memory; None if it does."""
         free = hardware.free_bytes(self.settings.device)
         if free is None:
             return None
@@ -334,19 +334,19 @@ class Bench:
 
 @contextmanager
 def _unadvised() -> Iterator[None]:
-    """Without what torch's compiler says of the model's code: it is advice for writing another."""
+    """Hide warnings of torch's compiler about the code of the model: they advise to write it differently."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
         yield
 
 
 def _tokens(method: Method, case: Case, ids: Any) -> Tensor:
-    """What a case's method answers, as tokens [B, new]."""
+    """Return a method's answer to a case as tokens [B, new]."""
     return method.tokens(method.answer(ids, max(1, case.new))).clone()
 
 
 def tidy() -> None:
-    """Leave nothing of a case to the next: neither memory nor compiled code, whose forms are limited in number."""
+    """Free the memory and the compiled code of a case; torch limits the number of compiled forms."""
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():

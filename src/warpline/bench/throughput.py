@@ -1,8 +1,8 @@
 """Many requests of different lengths at once: how long until all are answered, and how full the steps were meanwhile.
 
-A method with slots takes them all in one call. Others answer them in padded batches, in the order in which they come: a
-batch is as long as its longest prompt and goes on to its longest output. Several sizes are tried and the best one is
-kept; shapes are compiled before anything is timed. Only wanted tokens count.
+A method with slots takes them all in one call. Others answer them in padded batches, longest outputs first: a batch is
+as long as its longest prompt and goes on to its longest output. Several sizes are tried and the best one is kept;
+shapes are compiled before anything is timed. Only wanted tokens count.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from warpline.model.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-#: Sizes of padded batches by device. Contexts close batches early, so the smallest goes first: it is mostly the best,
-#: and a larger one is given up as soon as it is clear that it takes longer: at its pace so far, by so much.
+#: Sizes of padded batches by device. The context closes batches early, so the smallest size goes first: it is usually
+#: the best. A larger one is given up once its projected time exceeds the best by the factor HOPELESS.
 SIZES = {"cuda": (32, 64, 256), "cpu": (8, 32)}
 HOPELESS = 1.2
-#: Requests whose tokens are judged, and repetitions that are timed at most.
+#: Requests whose tokens are judged, and the most repetitions that are timed.
 JUDGED, REPETITIONS = 8, 3
-#: Tokens of a generation that only makes a method compile what a shape needs.
+#: Tokens of a generation that only makes a method compile a shape.
 WARM_TOKENS = 2
 
 Row = dict[str, Any]
@@ -51,7 +51,7 @@ class Served:
     """A method that has answered all requests once."""
 
     method: Method
-    asked: Sequence[Asked]  # in the order in which it answers them
+    asked: Sequence[Asked]  # in the order in which the method answers them
     size: int  # of its batches
     tokens: list[list[int]]
     seconds: float
@@ -67,7 +67,7 @@ def measure(
     limits: dict[str, float],
     tick: Callable[[float], None],
 ) -> None:
-    """Fill in the rows of methods that can do this: each is judged before its time counts, then they take turns."""
+    """Fill in the rows of the methods that can do this: each is judged first, then they are timed in turn."""
     config = case.windowed(weights.config)
     asked, oracle = requests(case, config), Oracle(replace(weights, config=config))
     served: dict[str, Served] = {}
@@ -80,7 +80,7 @@ def measure(
     before = {name: one.method.counts() for name, one in served.items()}
     samples = _time(served, device, settings, deadline)
     for name, one in served.items():
-        began = before[name] if name in samples else None  # else of the run that was judged, the engine's first
+        began = before[name] if name in samples else None  # else count from the engine's start, for the judged run
         rows[name] |= figures(case, config, name, samples.get(name, Sample((one.seconds,))), limits)
         rows[name] |= _engine(began, one.method.counts())
         if one.method.serves == "padded":
@@ -102,8 +102,8 @@ def _build(
     *,
     first: bool,
 ) -> Served | None:
-    """The method at its best, if its tokens are right; the row tells what goes wrong. Unless it is the first, it keeps
-    to the deadline."""
+    """Return the method at its best batch size, if its tokens are right; on failure the row says why. Only the first
+    method may exceed the deadline."""
     kind = known.find(name)
     left = math.inf if first else deadline.left
     if kind.startup_seconds > left:
@@ -131,8 +131,8 @@ def _build(
 def best(
     kind: type[Method], weights: Weights, case: Case, device: torch.device, asked: Sequence[Asked], seconds: float
 ) -> Served | None:
-    """The method with the size of batch that answers in the least time, or None if none does within so many seconds.
-    One for which there is no memory is left out, unless that is all."""
+    """Return the method with the batch size that answers in the least time, or None if none finishes within `seconds`.
+    Sizes that do not fit in memory are left out; raise if none fits."""
     if kind.serves == "together":
         sizes: tuple[int, ...] = (len(asked),)
     else:
@@ -144,7 +144,7 @@ def best(
         try:
             one = _tried(kind, weights, case, device, asked, size, seconds if found is None else found.seconds)
         except torch.OutOfMemoryError as error:
-            shortage = error.with_traceback(None)  # which holds what was allocated
+            shortage = error.with_traceback(None)  # the traceback holds what was allocated
             gc.collect()
             torch.cuda.empty_cache()
             continue
@@ -166,7 +166,7 @@ def _tried(
     size: int,
     seconds: float,
 ) -> Served | None:
-    """Warm, then through all requests; given up between two batches when it would take longer than that."""
+    """Warm up, then answer all requests; give up between two batches when the projected time exceeds `seconds`."""
     together = kind.serves == "together"
     with ExitStack() as stack:
         method = kind(weights, case if together else sized(case, weights.config, kind, asked, size), device)
@@ -189,8 +189,7 @@ def _tried(
 
 
 def sized(case: Case, config: ModelConfig, kind: type[Method], asked: Sequence[Asked], size: int) -> Case:
-    """The case as a method that answers in padded batches needs to know it: what the longest prompt and the longest
-    text of any batch are."""
+    """Return the case with the shape of its padded batches: the longest prompt and the longest text of any batch."""
     made = batches(asked, size, config.n_positions, ragged=kind.ragged, fixed=kind.fixed)
     shapes = [(max(map(len, one.prompts)), one.new) for one in made]
     prompt, whole = max(prompt for prompt, _ in shapes), max(map(sum, shapes))
@@ -198,14 +197,14 @@ def sized(case: Case, config: ModelConfig, kind: type[Method], asked: Sequence[A
 
 
 def _warm_up(method: Method, asked: Sequence[Asked], size: int) -> None:
-    """A few tokens of every shape, where shapes matter, else of one batch."""
+    """Generate a few tokens for every shape if the method needs fixed shapes, else for one batch."""
     shapes = {max(map(len, one.prompts)): one for one in method.batches(asked, size)}
     for one in itertools.islice(shapes.values(), None if method.fixed else 1):
         method.complete(one, min(WARM_TOKENS, one.new))
 
 
 def judge(served: Served, oracle: Oracle, dtype: str) -> Verdict:
-    """The verdict on some requests, spread over all: of padded ones behind what the method was given."""
+    """Return the verdict on a sample of all requests; padded ones are judged with the prompts the method was given."""
     method, asked = served.method, served.asked
     prompts: list[Sequence[int]] = [one.prompt for one in asked]
     if method.serves == "padded":
@@ -223,8 +222,8 @@ def judge(served: Served, oracle: Oracle, dtype: str) -> Verdict:
 
 
 def _time(served: dict[str, Served], device: torch.device, settings: Settings, deadline: Deadline) -> dict[str, Sample]:
-    """Rounds in which the methods take turns. The run that was judged has to do in a hurry, and of a padded method,
-    which was warm by then, if one more would take all of its time."""
+    """Time the methods in turn. The judged run counts instead when time is short, or for a padded method, already warm
+    then, if one more run would take its whole part of the budget."""
     left = deadline.left
     if left < sum(one.seconds for one in served.values()):
         return {}
@@ -246,7 +245,7 @@ def _time(served: dict[str, Served], device: torch.device, settings: Settings, d
 
 
 def figures(case: Case, config: ModelConfig, name: str, sample: Sample, limits: dict[str, float]) -> Row:
-    """What a row says of the time that all requests took."""
+    """Return the figures of a row, from the time that all requests took."""
     kind = known.find(name)
     case = replace(case, dtype=kind.stored or case.dtype)
     wanted = sum(one.new for one in requests(case, config))
@@ -261,7 +260,7 @@ def figures(case: Case, config: ModelConfig, name: str, sample: Sample, limits: 
 
 
 def _engine(before: Counts | None, after: Counts | None) -> Row:
-    """How many sequences shared a step in the mean, and for which share of the time the device had nothing to do."""
+    """Return the mean number of sequences per step, and the share of time in which the device was idle."""
     if after is None:
         return {}
     before = before or Counts(0, 0, 0.0, 0.0)

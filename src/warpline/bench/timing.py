@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-#: Launches captured in one graph, and graph replays measured one by one.
+#: Launches captured in one graph, and graph replays that are timed one by one.
 LAUNCHES, REPLAYS = 20, 15
-#: Of ways that take turns: replays after which one that takes so many times as long as the best is given up.
+#: In `time_in_turn`: a way that takes HOPELESS times as long as the best after LOOK replays is given up.
 LOOK, HOPELESS = 4, 1.3
-#: Microseconds that a graph of long launches need not exceed.
+#: Microseconds that a graph should take: fewer long launches are captured.
 ENOUGH = 1000.0
 
 
@@ -28,8 +28,8 @@ class Timing:
 
 
 def time_launches(launch: Callable[[int], object], sets: int, launches: int = LAUNCHES) -> Timing:
-    """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache. What it returns
-    is kept until its set's next turn: freed at once, the same memory would serve every time and stay in the cache."""
+    """Time `launch(i)`, which uses buffer set i of `sets`; the sets together must exceed the L2 cache. Its result is
+    kept until the set is used again: if it were freed at once, its memory would be reused and stay in the cache."""
     count = max(launches, sets)
     _warm_up(launch, sets)
     graph = _captured(launch, sets, count)
@@ -39,9 +39,8 @@ def time_launches(launch: Callable[[int], object], sets: int, launches: int = LA
 
 
 def time_in_turn(ways: Sequence[Callable[[int], object]], sets: int) -> list[Timing]:
-    """Time several ways to do the same, each as `time_launches` has it, but with the replays of their graphs taken in
-    turn: when clocks drift they drift for all. What is far slower than the best is given up early; the first way is
-    what the others are compared with, and never is."""
+    """Time several ways to compute the same, like `time_launches` but replaying their graphs in turn, so that drifting
+    clocks affect all alike. A way far slower than the best is given up early, but never the first, the reference."""
     for way in ways:
         _warm_up(way, sets)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,7 +48,7 @@ def time_in_turn(ways: Sequence[Callable[[int], object]], sets: int) -> list[Tim
     _warm_up(ways[0], sets)
     end.record()
     torch.cuda.synchronize()
-    microseconds = 1e3 * start.elapsed_time(end) / sets  # with the gaps between launches: short ones seem longer
+    microseconds = 1e3 * start.elapsed_time(end) / sets  # includes the gaps between launches, so short ones seem longer
     count = max(sets, min(LAUNCHES, math.ceil(ENOUGH / max(microseconds, 1.0))))
     graphs = [_captured(way, sets, count) for way in ways]
     _replays(graphs, 1, count)
@@ -62,7 +61,7 @@ def time_in_turn(ways: Sequence[Callable[[int], object]], sets: int) -> list[Tim
 
 
 def _warm_up(launch: Callable[[int], object], sets: int) -> None:
-    """Compile, load and allocate before anything is captured."""
+    """Compile, load and allocate before the capture."""
     held = [launch(i) for i in range(sets)]
     torch.cuda.synchronize()
     del held
@@ -78,7 +77,7 @@ def _captured(launch: Callable[[int], object], sets: int, count: int) -> torch.c
 
 
 def _replays(graphs: Sequence[torch.cuda.CUDAGraph], rounds: int, count: int) -> list[list[float]]:
-    """Microseconds per launch of every replay of each graph, the graphs in turn."""
+    """Return microseconds per launch of every replay of each graph, the graphs replayed in turn."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(graphs) + 1)]
     marks[0].record()
     for mark, graph in zip(marks[1:], itertools.cycle(graphs), strict=False):
@@ -95,13 +94,13 @@ def _timing(times: Sequence[float]) -> Timing:
 
 
 def rotating_sets(bytes_per_set: int) -> int:
-    """How many buffer sets it takes to read and write past the L2 cache three times over."""
+    """Return how many buffer sets together exceed the L2 cache three times over."""
     cache: int = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, min(64, -(-3 * cache // max(1, bytes_per_set))))
 
 
 def copy_bandwidth(megabytes: int = 1024) -> float:
-    """GB/s of a device-to-device copy, bytes read plus bytes written: the ceiling of a kernel that does both."""
+    """Return GB/s of a device-to-device copy, bytes read plus written: the ceiling of a kernel that does both."""
     source = torch.empty(megabytes * 1_000_000, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     best = min(time_launches(lambda _: target.copy_(source), 1).median for _ in range(3))
@@ -109,7 +108,7 @@ def copy_bandwidth(megabytes: int = 1024) -> float:
 
 
 def product_rate(dtype: torch.dtype, size: int = 8192) -> float:
-    """TFLOP/s of a large matrix product through torch on a GPU: the ceiling of what computes in `dtype`."""
+    """Return TFLOP/s of a large matrix product through torch on a GPU: the ceiling of computing in `dtype`."""
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -120,7 +119,7 @@ def product_rate(dtype: torch.dtype, size: int = 8192) -> float:
 
 
 def read_bandwidth(megabytes: int = 1024) -> float:
-    """GB/s at which torch reads: the better of a sum and a product with a vector, which write next to nothing."""
+    """Return GB/s at which torch reads: the better of a sum and a product with a vector, which write almost nothing."""
     matrix = torch.empty(megabytes * 1_000_000 // (2 * 1024), 1024, dtype=torch.float16, device="cuda").normal_()
     vector = torch.ones(1024, dtype=torch.float16, device="cuda")
     ways = (lambda _: matrix.sum(), lambda _: torch.mv(matrix, vector))

@@ -1,4 +1,4 @@
-"""What is measured: named workloads, and their sweep over models, dtypes and shapes. Knows no torch."""
+"""What is measured: named workloads, and their sweep over models, dtypes and shapes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from warpline.errors import ConfigError, one_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One thing to measure. `kind` says what: a whole generation, its decode steps alone, the prompt alone, a new
-    process (to its first token, or at its peak of memory), or many requests that come at once: then `batch` says how
-    many, and `prompt` and `new` how long they are in the mean."""
+    process (to its first token, or its peak memory), or many requests at once: then `batch` is their number, and
+    `prompt` and `new` are the mean lengths."""
 
     workload: str
     kind: str
@@ -28,7 +28,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """For people: "reference, random:gpt2 fp16, 1 × (16 + 100)"."""
+        """The case in one line: "reference, random:gpt2 fp16, 1 × (16 + 100)"."""
         tokens = f"{self.prompt}" if self.kind == "prefill" else f"({self.prompt} + {self.new})"
         window = f", window {self.window}" if self.window else ""
         if self.kind == "throughput":
@@ -37,11 +37,11 @@ class Case:
         return f"{self.workload}, {self.model} {self.dtype}, {self.batch} × {tokens}{window}"
 
     def windowed(self, config: ModelConfig) -> ModelConfig:
-        """The model's shape with the window of this case, if it has one."""
+        """Return the model's config with the window of this case, if it has one."""
         return config if self.window is None else replace(config, window=self.window)
 
     def obstacle(self, config: ModelConfig) -> str | None:
-        """Why the model cannot do this, if it cannot."""
+        """Return why the model cannot run this case; None if it can."""
         length = self.prompt if self.kind == "prefill" else self.prompt + self.new
         if length > config.n_positions:
             return f"{length:,} positions are more than the model's {config.n_positions:,}"
@@ -50,13 +50,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A name for some shapes: lists of batch, prompt and new tokens, gone through together."""
+    """A name for some shapes: tuples of batch, prompt and new tokens."""
 
     name: str
     summary: str
     kind: str = "generate"
     shapes: tuple[tuple[int, int, int], ...]  # (batch, prompt, new)
-    cpu_shapes: tuple[tuple[int, int, int], ...] | None = None  # instead, where a CPU would take too long
+    cpu_shapes: tuple[tuple[int, int, int], ...] | None = None  # used on a CPU where the others take too long
 
 
 WORKLOADS = {
@@ -106,17 +106,17 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How thorough to be."""
+    """How thoroughly to measure."""
 
     device: str
     repetitions: int = 10
-    budget_seconds: float = 20.0  # of a case, once everything is warm
+    budget_seconds: float = 20.0  # of a case, once every method is warm
     patience_seconds: float = 60.0  # of one generation
-    limit_seconds: float = math.inf  # of the whole run: what has not begun by then is left out
+    limit_seconds: float = math.inf  # of the whole run: cases that have not begun by then are left out
 
     @property
     def impatience(self) -> str:
-        """Why a method that takes longer is left out."""
+        """The reason given for a method that takes longer."""
         return f"more than {self.patience_seconds:g} s for one generation: --patience allows it"
 
 
@@ -131,7 +131,7 @@ def cases(
     windows: Sequence[int | None] = (None,),
     on_cpu: bool = False,
 ) -> list[Case]:
-    """The sweep: each workload's shapes, with what is given in place of its own, for every model, dtype and window."""
+    """Return the sweep: each workload's shapes, overridden by the given ones, for every model, dtype and window."""
     for what, values in (("batch", batches), ("prompt", prompts), ("new tokens", new)):
         if any(value < 1 for value in values):
             raise ConfigError(f"{what} must be at least 1, not {min(values)}")

@@ -1,1 +1,1 @@
-"""The command line: one file per verb. Parses and prints; everything else is the library's."""
+"""The command line: one file per verb. It parses and prints; everything else is the library's work."""

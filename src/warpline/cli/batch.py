@@ -64,9 +64,9 @@ def batch(
     speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
     speculative_table: SpeculativeTable = _ENGINE.speculative_table,
 ) -> None:
-    """Complete every prompt of a file. A line's own settings (max_tokens, temperature, seed, …) come before these; its
-    seed, if it has none, is --seed plus its place. Interrupted, the same command goes on where it stood. Bad lines are
-    reported in OUT.errors.jsonl."""
+    """Complete every prompt of a file. A line's own settings (max_tokens, temperature, seed, …) override these; without
+    one, its seed is --seed plus its position. The same command continues an interrupted run. Bad lines go to
+    OUT.errors.jsonl."""
     from warpline.scale.batch import generate
 
     with as_options(max_tokens="--max-new-tokens"):

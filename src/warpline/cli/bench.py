@@ -1,4 +1,4 @@
-"""`warpline bench`: generation methods side by side, in one run; `warpline bench compare A B`: two runs."""
+"""`warpline bench`: generation methods compared in one run; `warpline bench compare A B`: two runs compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from warpline.config import WEIGHT_BYTES, EngineConfig
 from warpline.errors import ConfigError, one_of
 from warpline.tables import say, show
 
-#: The defaults have one home: the dataclass.
+#: The defaults are defined in the dataclass only.
 _USUAL = Settings(device="auto")
 _HELP = "Separated by commas, several make a sweep."
-#: What the last line says of the fastest of each case.
+#: What the last line of output reports for the fastest method of each case.
 _SUMMED = ("method", "seconds", "tokens_per_second", "requests_per_second", "us_per_token", "percent_of_limit")
 
 
@@ -68,7 +68,7 @@ def bench(
     charts: Annotated[Path | None, typer.Option(help="Write the charts as PNG into this folder.")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Measure ways to generate text side by side. All have the same weights. Where output is piped, its last line is a
+    """Measure ways to generate text side by side. All have the same weights. If output is piped, its last line is a
     JSON object."""
     if words and words[0] == "compare":
         _compare(words[1:], as_json)
@@ -80,7 +80,7 @@ def bench(
     dtypes = chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")
     if (charts or html) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--html and --charts draw with matplotlib: pip install 'warpline[plot]'")
-    for path in filter(None, (csv, md, html)):  # said now, not when everything has been measured
+    for path in filter(None, (csv, md, html)):  # an error now, not after all measurements
         if not path.parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
 
@@ -115,7 +115,7 @@ def bench(
 
 
 def _int8(methods: list[str], dtypes: list[str], usual: str) -> tuple[list[str], list[str]]:
-    """int8 is a matter of methods: their rows stand beside those of the usual dtype, which is what they approximate."""
+    """Add or select the methods with int8 weights; their rows stand beside those of `usual`, which they approximate."""
     others = [name for name in dtypes if name != "int8"]
     if others not in ([], [usual]):
         raise ConfigError(f"int8 is compared with {usual} alone here: use --dtype int8 or --dtype {usual},int8")
@@ -127,7 +127,7 @@ def _int8(methods: list[str], dtypes: list[str], usual: str) -> tuple[list[str],
 def _run(
     wanted: list[Case], methods: list[str], settings: Settings, save: Path | None, *, quiet: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The rows, saved case by case, and whether it was interrupted: then those that are finished."""
+    """Return the rows, saved case by case, and whether the run was interrupted: then only finished cases have rows."""
     from warpline.bench.report import card
     from warpline.bench.rows import append
     from warpline.bench.run import Bench
@@ -191,7 +191,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest of each case, and what the machine was."""
+    """Return the fastest method of each case, and the machine's device and bandwidth."""
     from warpline.bench.report import as_case, grouped
 
     best = []

@@ -1,4 +1,4 @@
-"""`warpline bench serve`: a server that speaks the OpenAI protocol, measured from a client's side."""
+"""`warpline bench serve`: measures a server that speaks the OpenAI protocol from a client's side."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def serve(
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
     """Measure a server: tokens/s, time to the first token (TTFT), time per token after it (TPOT), time of the whole
-    (E2E), in ms, median and p99. Where output is
-    piped, its last line is a JSON object."""
+    (E2E), in ms, median and p99. If output is piped, its last line is a JSON object."""
     from warpline.bench.rows import append
     from warpline.bench.serving.client import Target
     from warpline.bench.serving.figures import goals
@@ -87,7 +86,7 @@ def serve(
     if burstiness <= 0:
         raise ConfigError("--burstiness must be above 0")
     loads = _loads(base, concurrency, rate)
-    if chart is not None:  # said now, not when everything has been measured
+    if chart is not None:  # an error now, not after all measurements
         from warpline.bench.charts import canvas
 
         canvas(1, 1)
@@ -143,7 +142,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _loads(base: Load, concurrency: str | None, rate: str | None) -> list[Load]:
-    """Every number at once with every rate."""
+    """Return a load for every combination of concurrency and rate."""
     many = [_number("concurrency", part) for part in listed(concurrency)]
     rates = [_number("rate", part) for part in listed(rate)]
     if any(count != int(count) for count in many):

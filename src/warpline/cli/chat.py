@@ -1,4 +1,4 @@
-"""`warpline chat`: talk to a model, or write with it, in a terminal."""
+"""`warpline chat`: talk to a model, or write a text together, in a terminal."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def chat(
     speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
     speculative_table: SpeculativeTable = _ENGINE.speculative_table,
 ) -> None:
-    """Talk to a model. One that knows no conversations goes on with your text instead. Ctrl-C stops an answer, /help
-    says what else there is. Lines that are piped in are answered one by one."""
+    """Talk to a model. One that was not made for conversations continues your text instead. Ctrl-C stops an answer,
+    /help lists the commands. Lines that are piped in are answered one by one."""
     with as_options(max_tokens="--max-new-tokens"):
         params = SamplingParams(
             max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -113,7 +113,7 @@ def _remote(url: str, model: str | None, key_file: Path | None) -> Partner:
 
 def _local(model: str, engine: EngineConfig, template: str | None) -> Partner:
     try:
-        import msgspec  # noqa: F401 - templates of conversations are the server's
+        import msgspec  # noqa: F401 - the server's conversation templates need it
     except ImportError:
         raise ConfigError("chatting needs msgspec and jinja2: pip install 'warpline[serve]'") from None
     wake_gpu(engine.device)
@@ -122,12 +122,12 @@ def _local(model: str, engine: EngineConfig, template: str | None) -> Partner:
 
     with progress(f"Loading {model}"):
         llm = LLM(model, **asdict(engine))
-        llm.generate([0], SamplingParams(max_tokens=2))  # whatever has to be compiled is, before there is any text
+        llm.generate([0], SamplingParams(max_tokens=2))  # compiles everything before the first answer
     return Local(llm, template)
 
 
 class _Terminal:
-    """Reads lines, prints answers. Without a terminal it prints answers and nothing else."""
+    """Reads lines and prints answers. Without a terminal it prints nothing but answers."""
 
     def __init__(self, talk: Conversation):
         self._talk = talk
@@ -137,11 +137,11 @@ class _Terminal:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Until there is no more to read."""
+        """Answer lines until the input ends."""
         if sys.stdin is None:
             raise ConfigError("standard input is closed: there is nobody to talk to")
         if self._there:
-            import readline  # noqa: F401 - lines can be edited, and those before come back with the arrow keys
+            import readline  # noqa: F401 - makes lines editable, and earlier ones available by the arrow keys
 
             how = "Begin, and the model goes on" if self._talk.write else "Say something"
             self._dim(f"{self._talk.partner.described}\n{how}. /help says what else there is.")
@@ -185,7 +185,7 @@ class _Terminal:
             parts.append(line[:-1])
 
     def _show(self, begin: Callable[[], Iterator[str]]) -> None:
-        """Print an answer while it comes."""
+        """Print an answer while it is generated."""
         out = _Wrapped() if self._there else _Plain()
         began, first, stopped = time.perf_counter(), 0.0, False
         pieces = begin()
@@ -229,7 +229,7 @@ class _Terminal:
             raise ConfigError("say where to: /save FILE")
         path = Path(rest).expanduser()
         try:
-            with path.open("x", encoding="utf-8") as file:  # nothing is overwritten
+            with path.open("x", encoding="utf-8") as file:  # existing files are not overwritten
                 file.write(self._talk.text + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
@@ -243,20 +243,20 @@ class _Terminal:
 
 
 class _Plain:
-    """The answer as it is, without the space it begins with, on lines of its own."""
+    """Prints an answer as it is, without leading spaces, on lines of its own."""
 
     def __init__(self) -> None:
         self._begun = False
 
     def write(self, text: str) -> None:
-        """As it comes."""
+        """Print text as it comes."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
         self._put(text)
 
     def end(self) -> None:
-        """A line's end behind it."""
+        """End the line."""
         self._flush("\n")
 
     def _put(self, text: str) -> None:
@@ -269,7 +269,7 @@ class _Plain:
 
 
 class _Wrapped(_Plain):
-    """The same, broken between words at the terminal's width; a word is held back until it is whole."""
+    """Breaks lines between words at the terminal's width; a word is held back until it is complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class _Wrapped(_Plain):
         self._flush("".join(found))
 
     def _placed(self, width: int) -> str:
-        """The word that waited, in this line or the next."""
+        """Return the held-back word, with a line break before it if it does not fit; `width` is its width in cells."""
         if not self._word:
             return ""
         spaces = self._spaces
@@ -310,7 +310,7 @@ class _Wrapped(_Plain):
         return text
 
     def end(self) -> None:
-        """With the word that waited."""
+        """Print the held-back word and end the line."""
         from rich.cells import cell_len
 
         self._flush(self._placed(cell_len(self._word)) + "\n")

@@ -1,4 +1,4 @@
-"""What several verbs need: lists on the command line, tables, and verbs that have a verb of their own."""
+"""Shared by several verbs: lists on the command line, common options, and verbs with verbs of their own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from warpline.kernels.spec import KernelSpec
 
 
-#: What transformers and vLLM call our dtypes.
+#: Names of dtypes in transformers and vLLM, and ours.
 _DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
 def our_name(dtype: str) -> str:
-    """Of a dtype, by whichever name."""
+    """Return our name of a dtype, which may have one of torch's names."""
     return _DTYPE_NAMES.get(dtype, dtype)
 
 
@@ -33,7 +33,7 @@ RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens alr
 PresencePenalty = Annotated[float, typer.Option(help="-2 to 2: lowers tokens that the completion has already.")]
 FrequencyPenalty = Annotated[float, typer.Option(help="-2 to 2: the same, for each time that it has them.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-#: Lengths have these names in all verbs, beside those that a verb had first.
+#: Options for lengths have these names in all verbs, besides those a verb had before.
 NEW_TOKENS, PROMPT_TOKENS = "--new-tokens", "--prompt-tokens"
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or int8.", callback=our_name)]
@@ -56,7 +56,7 @@ Deterministic = Annotated[
 
 @contextmanager
 def as_options(**renamed: str) -> Iterator[None]:
-    """Settings that are refused are called as the options that gave them: max_tokens is --max-new-tokens."""
+    """Name the options in errors about settings: max_tokens becomes --max-new-tokens."""
     try:
         yield
     except ConfigError as error:
@@ -67,23 +67,23 @@ def as_options(**renamed: str) -> Iterator[None]:
 
 
 class DefaultGroup(TyperGroup):
-    """Commands of which one is meant where none is named: `warpline bench` beside `warpline bench serve`."""
+    """Commands with a default that runs if none is named: `warpline bench` besides `warpline bench serve`."""
 
     DEFAULT = "run"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the default's name before what is not another's."""
+        """Insert the default command's name unless another one is named."""
         named = bool(args) and args[0] in self.commands
         return super().parse_args(ctx, args if named else [self.DEFAULT, *args])
 
 
 def listed(text: str | None) -> list[str]:
-    """Parts separated by commas."""
+    """Split a text at commas."""
     return [part.strip() for part in text.split(",") if part.strip()] if text else []
 
 
 def read_key(path: Path | None) -> str | None:
-    """An API key from its file."""
+    """Read an API key from a file; None without a file."""
     if path is None:
         return None
     try:
@@ -93,12 +93,12 @@ def read_key(path: Path | None) -> str | None:
 
 
 def chosen(text: str | None, choices: Iterable[str], what: str) -> list[str]:
-    """Parts separated by commas, each one of `choices`."""
+    """Split a text at commas; each part must be one of `choices`."""
     return [one_of(part, list(choices), what) for part in listed(text)]
 
 
 def chosen_kernels(names: list[str] | None) -> list[KernelSpec]:
-    """Those of the catalog that are named, or all."""
+    """Return the named kernels of the catalog, or all."""
     from warpline.kernels.catalog import CATALOG, find
 
     return [find(name) for name in names] if names else list(CATALOG.values())

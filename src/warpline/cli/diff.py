@@ -1,4 +1,4 @@
-"""`warpline diff`: where two executors, or one of them alone and in a batch, first compute something different."""
+"""`warpline diff`: finds where two executors, or one of them alone and in a batch, first compute different values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Found = Difference | Dependence | None
 
 _ENGINE = EngineConfig()
-#: Sequences at once on both sides of where executors do something else.
+#: Batch sizes on both sides of the limits at which executors switch their methods.
 BATCHES = (2, 3, 8, 9, 16, 64)
 
 
@@ -48,9 +48,8 @@ def diff(
 ) -> None:
     """Find the first op in which two executors differ. The same random text is decoded on both sides.
 
-    Rounding is no difference between executors. With --alone it is the first op whose bits depend on the batch.
-
-    Exits with 1 if there is one.
+    Rounding does not count as a difference. With --alone, find the first op whose bits depend on the batch. Exits with
+    1 if there is one.
     """
     batches: tuple[int, ...] = BATCHES if alone and batch is None else (1 if batch is None else batch,)
     for name, value in ((PROMPT_TOKENS, prompt), (NEW_TOKENS, tokens), ("--batch", batches[0])):
@@ -74,7 +73,7 @@ def diff(
     texts = [[rng.randrange(config.vocab_size) for _ in range(prompt + tokens)] for _ in range(batches[-1])]
     if alone:
         most = ours.executor.most_lanes or batches[-1]
-        batches = tuple(size for size in batches if size <= most) or batches  # the executor says what it cannot
+        batches = tuple(size for size in batches if size <= most) or batches  # the executor refuses too many
         found: Found = None
         with progress("Comparing", tokens * len(batches)) as advance:
             for size in batches:

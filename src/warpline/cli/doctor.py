@@ -1,4 +1,4 @@
-"""`warpline doctor`: what this machine has, and what would make it faster."""
+"""`warpline doctor`: reports what this machine has, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warpline.hardware import Device
     from warpline.kernels.choices import Summary
 
-#: As docs/determinism.md has it.
+#: Short form of docs/determinism.md.
 _BITS = (
     "whatever runs beside a text, it is the same to the bit on a CPU, the same on a GPU in fp32, and nearly always in "
     "other dtypes; --deterministic batch keeps token ids and log-probabilities to the bit"
@@ -29,7 +29,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     with progress("Measuring memory"):
         found = survey.take()
     stored = [choices.summary(device.name) for device in found.devices if device.kind == "cuda"]
-    slots = [_slots(device, i - 1) for i, device in enumerate(found.devices)]  # the CPU comes first
+    slots = [_slots(device, i - 1) for i, device in enumerate(found.devices)]  # the CPU is the first device
     if as_json:
         more = {"choices": [one.as_dict() for one in stored], "slots": slots}
         typer.echo(json.dumps(found.as_dict() | more, indent=1))
@@ -61,8 +61,8 @@ def _describe(device: Device) -> str:
 
 
 def _slots(device: Device, index: int) -> dict[str, int]:
-    """How many sequences run at once unless `max_batch` says otherwise, for a small and a large model; on a GPU also
-    where their keys and values are codes."""
+    """Return the default number of sequences at once for a small and a large model; on a GPU also with an int8 KV
+    cache."""
     from warpline.config import FAMILY
     from warpline.engine.llm import default_slots
 
@@ -75,7 +75,7 @@ def _slots(device: Device, index: int) -> dict[str, int]:
 
 
 def _count(stored: Summary) -> str:
-    """Choices of tunables for one GPU."""
+    """Describe the choices of tunables for one GPU."""
     shipped = f"{stored.shipped} shipped" + (f" ({stored.projected} projected)" if stored.projected else "")
     stale = f", {stored.stale} stale: run 'warpline tune'" if stored.stale else ""
     return f"{stored.gpu}: {stored.swept} choices of your own sweep, {shipped}{stale} ({stored.file})"

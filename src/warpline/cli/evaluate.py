@@ -1,4 +1,4 @@
-"""`warpline eval`: how well a model predicts a text, and what a smaller dtype changes about that."""
+"""`warpline eval`: measures how well a model predicts a text, and what a smaller dtype changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warpline.model.builtin import DEFAULT
 from warpline.progress import progress
 from warpline.tables import say, show
 
-#: What is read where no text is given.
+#: The text that is read if none is given.
 _TEXT = (
     "Once upon a time there was a little fox who lived at the edge of a quiet forest. Every morning she went to the "
     "river to drink, and every morning the old heron asked her the same question. One day she did not know the answer."
@@ -36,8 +36,8 @@ def evaluate(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the text, at most.")] = 2000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say how well each dtype predicts a text. Perplexity, bits per character, agreement of the likeliest tokens and
-    divergence from the first dtype."""
+    """Say how well each dtype predicts a text. Reports perplexity, bits per character, agreement of the likeliest
+    tokens and divergence from the first dtype."""
     dtypes = chosen(dtype, list(WEIGHT_BYTES), "dtype")
     EngineConfig(device=device, kv_dtype=kv_dtype)
     kinds = [None] if kv_dtype is None else [None, kv_dtype]

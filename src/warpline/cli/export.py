@@ -18,8 +18,8 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
     dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, or int8 (for Warpline alone).")] = "fp16",
 ) -> None:
-    """Write a model as a Hugging Face folder. Config, safetensors, tokenizer: `transformers` loads it as it is, unless
-    its weights are int8."""
+    """Write a model as a Hugging Face folder. It holds config, safetensors and tokenizer; `transformers` loads it as it
+    is, unless its weights are int8."""
     one_of(dtype, WEIGHT_BYTES, "dtype")
 
     from warpline.model import weights

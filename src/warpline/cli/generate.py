@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from warpline.engine.llm import LLM
     from warpline.engine.text import Completion, Timings
 
-#: The defaults have one home: the dataclasses.
+#: The defaults are defined in the dataclasses only.
 _SAMPLING = SamplingParams()
 _ENGINE = EngineConfig()
-#: Seconds that nobody calls waiting.
+#: A compile time below this many seconds is not reported.
 NOTHING = 0.05
 
 
@@ -100,7 +100,7 @@ def generate(
             stop=stop or (),
             n=n,
         )
-        # Settings are checked before torch is imported, so that a mistake is answered at once.
+        # Settings are checked before torch is imported, so that an error appears at once.
         engine = EngineConfig(
             device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, window=window, threads=threads,
             deterministic=deterministic, speculate=speculate, speculative_tokens=speculative_tokens,
@@ -113,7 +113,7 @@ def generate(
 
         llm = LLM(model, **asdict(engine))
     begun = time.perf_counter()
-    llm.executor.ready()  # what is compiled once is no part of the speed
+    llm.executor.ready()  # compile time does not count as speed
     waited = time.perf_counter() - begun
     if stream and n == 1 and not as_json:
         completions = [_stream(llm, text, params)]
@@ -149,14 +149,14 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8 (byte {error.start}): convert it first") from None
-    text = text.removesuffix("\n") if prompt is None or prompt == "-" else text  # the line's end, not the prompt's
+    text = text.removesuffix("\n") if prompt is None or prompt == "-" else text  # of the line, not of the prompt
     if not text:
         raise ConfigError(f"{where} is empty: give a text to continue; <|endoftext|> starts from nothing")
     return text
 
 
 def _stream(llm: LLM, text: str, params: SamplingParams) -> Completion:
-    stream = llm.stream(text, params)  # refuses before anything is printed
+    stream = llm.stream(text, params)  # raises before anything is printed
     _write(text)
     for piece in stream:
         _write(piece)
@@ -200,13 +200,13 @@ def _as_object(llm: LLM, completions: list[Completion], waited: float) -> dict[s
 
 
 def _decode_rate(completions: list[Completion]) -> float | None:
-    """Tokens per second behind the first of each text."""
+    """Return tokens per second after the first token of each text; None if there are none."""
     steps, seconds = sum(max(0, len(c.token_ids) - 1) for c in completions), completions[0].timings.decode_seconds
     return steps / seconds if steps and seconds else None
 
 
 def _statistics(llm: LLM, completions: list[Completion], waited: float) -> list[str]:
-    """Of prompt, compiler and decode steps each apart, the most important first; what nobody knows is left out."""
+    """Return statistics of decoding, prompt and compilation, the most important first; unknown ones are left out."""
     timings, rate = completions[0].timings, _decode_rate(completions)
     new, prompt = sum(len(c.token_ids) for c in completions), len(completions[0].prompt_token_ids)
     parts = [f"{new:,} new" + (f", {rate:,.1f} tok/s" if rate is not None else "")]
@@ -225,7 +225,7 @@ def _statistics(llm: LLM, completions: list[Completion], waited: float) -> list[
 
 
 def _beyond(llm: LLM, timings: Timings, share: float) -> str:
-    """Why memory seems to be faster than it is."""
+    """Explain a bandwidth above the memory's limit."""
     if share <= 1:
         return ""
     cache = cache_bytes(str(llm.executor.device))
@@ -234,7 +234,7 @@ def _beyond(llm: LLM, timings: Timings, share: float) -> str:
 
 
 def _write_statistics(parts: list[str]) -> None:
-    """In one line: what does not fit into the terminal is left out."""
+    """Print one line; on a terminal, leave out the last parts if it does not fit."""
     if sys.stderr is None:
         return
     if not sys.stderr.isatty():

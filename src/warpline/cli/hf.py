@@ -1,4 +1,4 @@
-"""`warpline hf`: what patching a Hugging Face GPT-2 replaces, changes and gains."""
+"""`warpline hf`: shows what patching a Hugging Face GPT-2 replaces, changes and gains."""
 
 from __future__ import annotations
 

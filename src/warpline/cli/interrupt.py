@@ -1,7 +1,7 @@
-"""Ctrl-C ends the command at any moment, with 130 and a word instead of a traceback.
+"""Ctrl-C ends the command at any moment, with exit code 130 and a word instead of a traceback.
 
-Python raises KeyboardInterrupt wherever it is. While modules are imported that is too deep: what is half imported
-stays behind broken, and compiled modules lose the exception. Nothing has been made by then, so the process just ends.
+Python raises KeyboardInterrupt wherever it is. During an import that is unsafe: half-imported modules stay broken, and
+compiled modules lose the exception. Nothing has been computed by then, so the process ends at once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ending = False
 
 
 def watch() -> None:
-    """From now on."""
+    """Install the handlers."""
     signal.signal(signal.SIGINT, _raise)
     usual = sys.unraisablehook
 
     def unraisable(what: Any) -> None:
-        if isinstance(what.exc_value, KeyboardInterrupt):  # from a callback that can raise nothing
+        if isinstance(what.exc_value, KeyboardInterrupt):  # from a callback that cannot raise
             end()
         usual(what)
 
@@ -34,7 +34,7 @@ def watch() -> None:
 
 
 def leave_at_once() -> None:
-    """From now on there is nothing that could be tidied up."""
+    """End the process at the next interrupt: from now on there is nothing to clean up."""
     global _ending
     _ending = True
 
@@ -43,12 +43,12 @@ def _raise(number: int, frame: FrameType | None) -> None:
     global _ending
     if _ending or _imports(frame):
         end()
-    _ending = True  # whoever asks twice does not want to wait
+    _ending = True  # a second interrupt ends the process at once
     raise KeyboardInterrupt
 
 
 def again() -> None:
-    """The interrupt has been answered, by a command that goes on."""
+    """Accept interrupts again, after a command has handled one and continues."""
     global _ending
     _ending = False
 
@@ -62,13 +62,13 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def end() -> None:
-    """Now."""
+    """Print "stopped" and end the process now."""
     for stream, last in ((sys.stdout, ""), (sys.stderr, "\nstopped\n")):
         try:
             if last and stream.isatty():
-                last = f"\r\x1b[2K\x1b[?25h{last}"  # a bar may stand there, and the cursor be hidden
+                last = f"\r\x1b[2K\x1b[?25h{last}"  # erases a progress bar and shows the cursor again
             stream.write(last)
             stream.flush()
         except (AttributeError, OSError, RuntimeError, ValueError):
-            pass  # closed, or in the middle of a write
+            pass  # closed, or interrupted during a write
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""`warpline kernels`: list the catalog, compile it for any GPU, time it on this one."""
+"""`warpline kernels`: lists the catalog, compiles it for any GPU, and times it on this one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kernels(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """What each kernel does; without a command as well."""
+    """List what each kernel does; the default command."""
     rows: list[dict[str, Any]] = [
         {
             "name": spec.name,
@@ -55,7 +55,7 @@ def compile_(
     dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, separated by commas.")] = ",".join(DTYPE_BYTES),
     as_json: AsJson = False,
 ) -> None:
-    """Compile for any GPU, on a machine with none: registers, shared memory, spills and time per kernel."""
+    """Compile for any GPU, on a machine without one: registers, shared memory, spills and time per kernel."""
     from warpline.kernels.compile import compile_many
     from warpline.kernels.spec import Variant
 

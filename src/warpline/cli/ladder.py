@@ -1,4 +1,4 @@
-"""`warpline ladder`: what each optimisation of a kernel buys, rung by rung."""
+"""`warpline ladder`: shows what each optimisation of a kernel gains, rung by rung."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpline.kernels.ladder import LADDERS, find_ladder
 from warpline.kernels.ladder.rung import NOWHERE, Ladder
 from warpline.tables import say, show
 
-#: The oldest GPUs that are supported, and the newest that most people meet.
+#: The oldest GPUs that are supported, and a recent common one.
 _USUAL_ARCHS = "sm_75,sm_90"
 
 
@@ -125,7 +125,7 @@ def _compile(sized: Sequence[tuple[Ladder, Dims]], archs: list[str], as_json: bo
 
 
 def _measured(sized: Sequence[tuple[Ladder, Dims]], save: Path | None) -> list[list[dict[str, Any]]]:
-    """The rows, ladder by ladder, each saved when it is finished."""
+    """Return the rows, ladder by ladder, each ladder saved when it is finished."""
     from warpline.bench.ladder import climb, steps
     from warpline.bench.rows import append
     from warpline.progress import progress
@@ -144,7 +144,7 @@ def _measured(sized: Sequence[tuple[Ladder, Dims]], save: Path | None) -> list[l
 
 
 def _replayed(path: Path, sized: Sequence[tuple[Ladder, Dims]], *, exactly: bool) -> list[list[dict[str, Any]]]:
-    """The newest recorded climbs, of the ladders named or of all; `exactly` at their shape, or at any."""
+    """Return the newest recorded climbs of the given ladders, or of all; with `exactly` only those at their shapes."""
     from warpline.bench.ladder_report import newest, read
 
     climbs = newest(read(path))

@@ -39,7 +39,7 @@ _COMPLETION = "_WARPLINE_COMPLETE"
 app = typer.Typer(
     help="GPT-2 inference at the speed of memory, and the instruments that prove it.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # a panel gives flags a type, and leaves little room for words at 80 columns
+    rich_markup_mode=None,  # panels show a flag's type and leave little room for text at 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Any command takes --debug: full tracebacks and a log (or set WARPLINE_DEBUG=1).",
@@ -80,7 +80,7 @@ def _root(
 
 
 class _OneLine(logging.Handler):
-    """What the library has to say becomes a line on standard error."""
+    """Prints a log record as a line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
@@ -113,9 +113,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
-        if _COMPLETION in os.environ:  # a shell asks how a line could go on
+        if _COMPLETION in os.environ:  # a shell asks for completions of a line
             app(arguments, prog_name="warpline")
-        # Not app(): that would turn interrupts and closed pipes into exit codes of its own.
+        # Not app(), which would turn interrupts and closed pipes into its own exit codes.
         command, code = typer.main.get_command(app), 0
         try:
             with command.make_context("warpline", arguments) as context:
@@ -124,7 +124,7 @@ def _run(arguments: list[str], debug: bool) -> int:
             code = done.exit_code
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read our output went away, which is no error
+    except BrokenPipeError:  # the reader of our output has ended, which is no error
         _discard_output()
         return CLOSED_PIPE
     except KeyboardInterrupt:
@@ -138,13 +138,13 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 
 def _explanation(error: Exception) -> str | None:
-    """One line about an error that the user can put right, empty if it has been shown; None for a mistake of ours."""
+    """Return one line about an error of the user's, empty if it has been shown; None for a bug."""
     if isinstance(error, WarplineError):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _discard_output()
         return "the output cannot be written: no space is left there"
-    # Wrong usage; the class lives in click or inside typer, depending on typer's version.
+    # A usage error; its class is in click or inside typer, depending on typer's version.
     explain = getattr(error, "format_message", None)
     if explain is None:
         return None
@@ -157,7 +157,7 @@ def _explanation(error: Exception) -> str | None:
 
 
 def _discard_output() -> None:
-    """Nothing may be flushed at exit into what cannot take it."""
+    """Redirect standard output, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`warpline models`: what can be run by name."""
+"""`warpline models`: lists what can be run by name."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from warpline.model import builtin, cost, parameters
 from warpline.model.builtin import BUILTIN
 from warpline.tables import say, show
 
-#: How weights may be stored, as far as it makes a difference.
+#: Dtypes of weights that differ in size.
 DTYPES = ("fp32", "fp16", "int8")
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the models that have a name. With their sizes and the bytes one decoded token must read."""
+    """List the models that have a name. Shows their sizes and the bytes one decoded token must read."""
     rows = [_row(name, builtin.config(name), None) for name in BUILTIN]
     rows += [_row(name, config, hub_id) for name, (hub_id, config) in FAMILY.items()]
     if as_json:

@@ -1,4 +1,4 @@
-"""`warpline profile`: where methods' time goes; `warpline profile compare A B`: two sessions side by side."""
+"""`warpline profile`: where methods spend their time; `warpline profile compare A B`: two sessions compared."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def profile(
         Path | None, typer.Option("--save", help="Keep the session below this results folder, under its own name.")
     ] = None,
 ) -> None:
-    """Say where the time goes, and what to do about it. Which module, which kernel, which kind of operation takes the
-    time, bound by what."""
+    """Say where the time goes, and what to do about it. Shows which module, which kernel and which kind of operation
+    takes the time, and what bounds it."""
     words = words or []
     files = {"--session": session, "--html": html, "--md": md, "--trace": trace}
-    for path in filter(None, files.values()):  # said now, not when everything has been recorded
+    for path in filter(None, files.values()):  # an error now, not after the recording
         if not path.parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
     if words[:1] == ["compare"]:
@@ -100,7 +100,7 @@ def _show(found: Session, *, as_json: bool, merge: bool, gpu: str | None, most: 
 
 
 def _check_gpu(gpu: str | None, dtypes: list[str]) -> None:
-    """Said before anything is recorded."""
+    """Raise for an unknown GPU before anything is recorded."""
     if gpu is not None:
         from warpline.profile.roofline import other_roofs
 
@@ -119,7 +119,7 @@ def _only(session: Session, phases: tuple[str, ...]) -> Session:
 
 
 def _pairs(words: list[str], dtype: str | None) -> list[tuple[str, str | None]]:
-    """Methods and their dtypes: "naive:fp32" has its own, others have those of --dtype, or none."""
+    """Return methods with their dtypes: "naive:fp32" names its own, others get those of --dtype, or None."""
     shared: list[str | None] = [*chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")] or [None]
     found: list[tuple[str, str | None]] = []
     for word in listed(",".join(words)) or ["torch"]:
@@ -151,8 +151,8 @@ def _wishes(pairs: list[tuple[str, str | None]], model: str | None, device: str,
 
 
 def _recorded(wishes: list[Wish]) -> Iterator[Session]:
-    """One by one, in one process. Of several, one that fails says so in a line and does not keep the others from
-    running; in the end it is an error."""
+    """Yield the sessions one by one, recorded in one process. Of several methods, one that fails is reported and the
+    others continue; at the end it is an error."""
     from warpline.bench.run import Bench
     from warpline.bench.workloads import Settings
     from warpline.profile.collect import collect
@@ -209,7 +209,7 @@ def _write(
 
 
 def _described(path: Path) -> str | None:
-    """The session that lies there, if one does: when it was recorded, and of which commit."""
+    """Describe the session in this file by its time and commit; None if there is no file."""
     if not path.exists():
         return None
     try:
@@ -220,7 +220,7 @@ def _described(path: Path) -> str | None:
 
 
 def kept_name(session: Session) -> str:
-    """Where a session lies below results/: by GPU, method, model, dtype and shape."""
+    """Return the session's path below results/: by GPU, method, model, dtype and shape."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

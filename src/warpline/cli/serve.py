@@ -1,4 +1,4 @@
-"""`warpline serve`: the OpenAI API over HTTP."""
+"""`warpline serve`: serves the OpenAI API over HTTP."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def serve(
     )  # fmt: skip
     if replicas is not None and speculate != _ENGINE.speculate:
         raise ConfigError("--speculate is for one process so far: leave --replicas out")
-    # Read by OpenMP when torch is imported. Its threads would spin for milliseconds behind a prompt, on the cores that
-    # the event loop and the engine's own threads need.
+    # OpenMP reads it when torch is imported. Otherwise its threads spin for milliseconds after a prompt, on the cores
+    # that the event loop and the engine's own threads need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from warpline.serve import run

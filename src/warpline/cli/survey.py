@@ -1,4 +1,4 @@
-"""What this machine has: devices with their measured bandwidth, software, and what would make it faster."""
+"""What this machine has: devices with their measured bandwidth, software, and advice that would make it faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpline import __version__, hardware
 #: The oldest GPU generation the CUDA kernels are compiled for.
 OLDEST_ARCH = min(hardware.arch_number(arch) for arch in hardware.ARCH_LIMITS)
 
-#: What the extras are for.
+#: What each extra adds.
 EXTRAS = {
     "cuda": "the CUDA kernels",
     "hub": "models by their hub id",
@@ -31,22 +31,22 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*;.*\bextra == ['\"](?P<extra>[
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """One machine."""
+    """The survey of one machine."""
 
     software: dict[str, str | None]
     devices: list[hardware.Device]
     cache_folder: str
     cache_bytes: int
-    extras: dict[str, list[str]]  # of each extra the packages that are not installed
+    extras: dict[str, list[str]]  # per extra, its packages that are not installed
     advice: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the survey as a JSON object."""
         return asdict(self)
 
 
 def take() -> Survey:
-    """Look around; measures the bandwidth of every device and remembers it."""
+    """Survey this machine; this measures the bandwidth of every device and stores it."""
     import torch
 
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -105,10 +105,10 @@ def _and(parts: list[str]) -> str:
 
 
 def missing_extras() -> dict[str, list[str]]:
-    """Of each extra that a user may want, the packages that are not installed, by the package's own metadata."""
+    """Return per extra for users its packages that are not installed, from the package's own metadata."""
     try:
         wanted = metadata.requires("warpline") or []
-    except metadata.PackageNotFoundError:  # run from its sources, uninstalled
+    except metadata.PackageNotFoundError:  # run from the sources, not installed
         return {}
     found: dict[str, list[str]] = {name: [] for name in EXTRAS}
     for line in wanted:

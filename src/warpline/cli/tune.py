@@ -1,4 +1,4 @@
-"""`warpline tune`: sweep the kernels' tunables on this GPU, project them for another, or show a recorded sweep."""
+"""`warpline tune`: sweeps the kernels' tunables on this GPU, projects them for another, or shows a recorded sweep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpline.tables import say, show
 if TYPE_CHECKING:
     from warpline.tune.candidates import Case
 
-#: What is compiled for where there is no GPU and none is named.
+#: The GPU to compile for where none is present and none is named.
 USUAL_GPU = "NVIDIA H200"
 
 
@@ -36,8 +36,8 @@ def tune(
     picture: Annotated[Path | None, typer.Option(help="Write a heat map of the gains as PNG.")] = None,
     save: Annotated[Path | None, typer.Option(help="Append the rows below this results folder.")] = None,
 ) -> None:
-    """Find the best tunables of every kernel on this GPU. Each candidate is checked before it is timed; what is best is
-    kept and picked up by itself. A sweep that was interrupted goes on where it was."""
+    """Find the best tunables of every kernel on this GPU. Each candidate is checked before it is timed; the best are
+    stored and used from then on. An interrupted sweep continues where it stopped."""
     specs = chosen_kernels(names)
     dtypes = chosen(dtype, list(DTYPE_BYTES), "dtype")
     if picture is not None and not picture.parent.is_dir():
@@ -103,7 +103,7 @@ def _gpu(name: str) -> Device:
 
 
 def _sweep(specs: list[Any], dtypes: list[str], minutes: float, fresh: bool) -> tuple[list[Any], bool]:
-    """The results so far, and whether it was interrupted."""
+    """Return the results so far, and whether the sweep was interrupted."""
     import torch
 
     from warpline.kernels.launch import arch_of
@@ -145,7 +145,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool, picture: Path | None) -> No
 
 
 def _list(found: list[Case], minutes: float, as_json: bool) -> None:
-    """What a sweep would try, compiled, and what the compiler's report rules out."""
+    """Print the candidates of a sweep, compiled, and those that the compiler's report rules out."""
     from warpline.progress import progress
     from warpline.tune.sweep import listed
 

@@ -1,10 +1,10 @@
-"""One call that makes a Hugging Face GPT-2 faster, and one that takes it back.
+"""One call makes a Hugging Face GPT-2 faster, and another one undoes it.
 
     import warpline.hf as whf
     print(whf.patch(model))
 
-Names are loaded on first use: importing this needs neither torch nor transformers. No module of this room may be called
-like one of them: importing it would put it in the function's place.
+Names are loaded on first use: importing this package needs neither torch nor transformers. No module of this room may
+have one of these names: importing it would replace the function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`model.generate(...)` on our engine, for the arguments it supports; the original method for all others.
+"""`model.generate(...)` on our engine for the arguments it supports; the original method for all others.
 
-Greedy decoding is taken over as it is: the tokens are the same wherever rounding leaves no doubt. Sampling draws other
-random numbers than transformers does, so it is taken over only if the patch was made with `sampling=True`; its seeds
-then come from torch's generator, and torch.manual_seed repeats a text.
+Greedy decoding is always taken over: the tokens are the same unless two logits are equal within rounding. Sampling
+draws other random numbers than transformers does, so it is taken over only if the patch was made with `sampling=True`;
+its seeds then come from torch's generator, and torch.manual_seed repeats a text.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from warpline.hf.report import Report
 from warpline.hf.runner import Runner
 from warpline.hf.weights import held, walk
 
-#: Settings of a GenerationConfig that are translated below, or that change nothing in what we do.
+#: Settings of a GenerationConfig that are translated below, or that do not change our result.
 TRANSLATED = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p",
     "min_p", "repetition_penalty", "num_return_sequences", "pad_token_id", "bos_token_id", "eos_token_id", "use_cache",
     "transformers_version",
-    # Only for beams, assistants or compilation, which are refused by settings of their own.
+    # Used by beams, assistants or compilation only, which other settings request and we refuse.
     "early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "disable_compile",
     "compile_config",
 }  # fmt: skip
-#: Arguments of the forward pass that are understood.
+#: Supported arguments of the forward pass.
 INPUTS = {"input_ids", "attention_mask"}
 
 
 class NotOursError(Exception):
-    """Arguments that the engine does not support; the text says which."""
+    """The engine does not support an argument; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A call of `generate`, translated."""
+    """A translated call of `generate`."""
 
     ids: Tensor  # [B, T], pads included
     requests: list[Request]
@@ -54,8 +54,8 @@ class Job:
 
 
 class Generate:
-    """Takes the place of `model.generate`, as an attribute of that instance. Copies and pickles of the model carry it
-    along without the engine, and make one of their own when they need it."""
+    """Replaces `model.generate`, as an attribute of that instance. Copies and pickles of the model take it along
+    without the engine, and make their own when they need it."""
 
     def __init__(self, model: nn.Module, shared: Shared, report: Report, *, sampling: bool):
         self.model, self.shared, self.report, self.sampling = model, shared, report, sampling
@@ -66,7 +66,7 @@ class Generate:
         return {**self.__dict__, "runner": None}
 
     def __call__(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
-        """On the engine, or as the original does it; the report counts which."""
+        """Generate on the engine or with the original method; the report counts both."""
         model: Any = self.model
         if model.training:
             self.shared.tell("the model is in train mode, so its original code runs: call model.eval() for the engine")
@@ -82,7 +82,7 @@ class Generate:
             return assemble(job, self._tokens(job, modules))
 
     def _tokens(self, job: Job, modules: list[nn.Module]) -> list[list[int]]:
-        """Whether the model is what it was when the engine was made, the host finds out while the GPU decodes."""
+        """Generate, and check while the GPU decodes whether the model has changed since the engine was made."""
         runner = self.runner
         if runner is not None and job.eos in (None, runner.eos):
             found = runner.run(job.requests, still=lambda: runner.serves(modules))
@@ -93,15 +93,15 @@ class Generate:
         return tokens
 
     def renew(self, eos: int | None) -> Runner:
-        """An engine over the model as it is."""
-        self.runner = None  # before the new one takes its memory
-        with torch.inference_mode(False):  # what it allocates is for later calls too
+        """Make an engine over the model in its present state."""
+        self.runner = None  # frees its memory before the new one is allocated
+        with torch.inference_mode(False):  # later calls use its allocations too
             self.runner = Runner(self.model, eos)
         return self.runner
 
 
 def translate(model: Any, inputs: Tensor | None, kwargs: dict[str, Any], *, sampling: bool) -> Job:
-    """The call as requests to the engine; raises `NotOursError` if it cannot be."""
+    """Translate the call into requests to the engine; raise `NotOursError` if that is impossible."""
     given = dict(kwargs)
     config = given.pop("generation_config", None)
     named = [name for name, value in given.items() if value is not None and name in _METHOD_ARGUMENTS]
@@ -139,7 +139,7 @@ def translate(model: Any, inputs: Tensor | None, kwargs: dict[str, Any], *, samp
     if copies > 1 and params.temperature == 0:
         raise NotOursError("num_return_sequences without sampling")
     seed = int(torch.randint(2**62, ())) if params.temperature else 0  # so that torch.manual_seed repeats it
-    # A row's number goes into the stream, so that equal prompts draw independently.
+    # The request's number selects a random stream, so that equal prompts draw independently.
     requests = [
         Request(row, params, seed, number * copies + sample, len(row) + new)
         for number, row in enumerate(rows)
@@ -148,7 +148,7 @@ def translate(model: Any, inputs: Tensor | None, kwargs: dict[str, Any], *, samp
     return Job(ids, requests, copies, eos, eos if pad is None else pad)
 
 
-#: Arguments of `generate` itself that are not of the GenerationConfig.
+#: Arguments of `generate` itself that do not belong to the GenerationConfig.
 _METHOD_ARGUMENTS = (
     "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "streamer",
     "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate", "use_model_defaults", "tokenizer",
@@ -177,7 +177,7 @@ def _check_model(model: Any, modules: list[nn.Module], kinds: list[type]) -> Non
 
 
 def _check_settings(settings: Any) -> None:
-    """Everything that is not translated must be as if it were not there."""
+    """Raise if a setting that is not translated differs from its neutral value."""
     neutral = _neutral(cast(Hashable, type(settings)))
     for name, value in vars(settings).items():
         if name.startswith("_") or name in TRANSLATED or value in (None, False) or value == neutral.get(name):
@@ -189,7 +189,7 @@ def _check_settings(settings: Any) -> None:
 
 @functools.cache
 def _neutral(kind: Any) -> dict[str, Any]:
-    """The settings that nobody has made."""
+    """Return the default values of the settings."""
     usual = kind()
     values: dict[str, Any] = usual.to_dict()
     defaults = getattr(usual, "_get_default_generation_params", dict)
@@ -207,7 +207,7 @@ def _one(value: Any, name: str) -> int | None:
 
 
 def _unpadded(ids: Tensor, mask: Tensor | None, pad: int | None, eos: int | None) -> list[np.ndarray]:
-    """The rows without what stands to the left of their text."""
+    """Return the rows without the padding on their left."""
     rows = ids.cpu().numpy()
     if mask is None:
         if pad is not None and pad != eos and (rows == pad).any():
@@ -247,12 +247,12 @@ def _params(settings: Any, new: int, length: int, eos: int | None, *, sampling: 
         }
     try:
         return SamplingParams(**usual)
-    except ConfigError as error:  # what we refuse, transformers may know how to do
+    except ConfigError as error:  # transformers may support what we refuse
         raise NotOursError(str(error)) from None
 
 
 def assemble(job: Job, new: list[list[int]]) -> Tensor:
-    """As transformers returns it: the given ids, what was generated, and pads behind rows that ended early."""
+    """Return what transformers returns: the given ids, the new tokens, and padding after rows that ended early."""
     longest = max(map(len, new))
     filled = [tokens + [job.pad or 0] * (longest - len(tokens)) for tokens in new]
     behind = torch.tensor(filled, dtype=job.ids.dtype, device=job.ids.device)

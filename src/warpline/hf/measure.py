@@ -1,4 +1,4 @@
-"""What the patch buys, in one run: the same weights in models that take turns (`warpline hf`)."""
+"""Measures the gain of the patch in one run: the same weights in several models, timed in turn (`warpline hf`)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from warpline.hf.patching import patch
 from warpline.hf.report import Report
 from warpline.model.weights import Weights
 
-#: Calls before anything is timed: kernels are compiled, and the engine captures a prompt when it comes again.
+#: Calls before the timing: kernels are compiled, and the engine captures a prompt when it comes again.
 WARM_UP = 3
 WAYS = ("unpatched", "kernels only", "patched", "our engine alone")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to do one thing."""
+    """The times of one way to do one task."""
 
     what: str
     way: str
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the median repetition."""
+        """Tokens per second of the median repetition."""
         return self.tokens / self.sample.median
 
 
@@ -45,11 +45,11 @@ class Measurement:
 
     report: Report
     rows: list[Row]
-    same_tokens: float  # share of generated tokens that are the unpatched model's
+    same_tokens: float  # share of generated tokens that equal the unpatched model's
 
 
 class Measure:
-    """Models of transformers over the same weights: as they are, with kernels, with our `generate`."""
+    """Three transformers models over the same weights: unpatched, with our kernels, and with our `generate` too."""
 
     def __init__(self, weights: Weights, device: torch.device, *, fast_math: bool = False):
         if importlib.util.find_spec("transformers") is None:
@@ -64,7 +64,7 @@ class Measure:
     def run(
         self, *, batch: int = 1, prompt: int = 16, new: int = 100, repetitions: int = 7, budget_seconds: float = 20
     ) -> Measurement:
-        """Generate greedily, and run forward passes over prompts; the ways take turns."""
+        """Generate greedily, and run forward passes over prompts; the ways are timed in turn."""
         if min(batch, prompt, new) < 1 or prompt + new > self.config.n_positions:
             raise ConfigError(
                 f"{batch} × ({prompt} + {new}) tokens do not fit into the context of {self.config.n_positions:,}"

@@ -1,4 +1,4 @@
-"""The leaves: MLP and LayerNorm. Blocks and models are never touched: their signatures move between versions."""
+"""The leaf modules, MLP and LayerNorm. Blocks and models stay: their signatures change between versions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from warpline.hf.gate import Forward, Shared, is_worth_it
 from warpline.kernels import torch_ops
 
-#: Importing it registers the operators.
+#: The import registers the operators.
 OPERATORS = torch_ops.OPERATORS
 
 
 class MLP(Forward):
-    """First product, bias and GELU in one pass, second product: Conv1D's [in, out] matrices serve as they are.
+    """First product, bias and GELU in one pass, second product; Conv1D's [in, out] matrices are used as they are.
 
     On a GPU the library's product has bias and GELU in its epilogue: 16,384 rows of gpt2 in float16 take 130 µs on an
-    H200, and a plain product with our kernel behind it 176. Ours is for fast_math, which the library has not.
+    H200, and a plain product followed by our kernel 176. Ours is for fast_math, which the library lacks.
     """
 
     def __init__(self, module: nn.Module, shared: Shared):
@@ -27,7 +27,7 @@ class MLP(Forward):
         self._product = type(cast(Any, module).c_fc)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """As GPT2MLP."""
+        """Compute what GPT2MLP computes."""
         mlp = cast(Any, self.module)
         if not self._is_plain() or self.stopped(hidden_states):
             return self.original(hidden_states)  # type: ignore[no-any-return]
@@ -38,8 +38,8 @@ class MLP(Forward):
         return y.view(*hidden_states.shape[:-1], y.shape[-1])
 
     def _is_plain(self) -> bool:
-        """Whether calling the parts would do nothing but what we do without calling them: since the patch, an adapter
-        may have taken the place of one, or a hook may wait for it."""
+        """Whether the parts can be computed without calling them: since the patch, one may have been replaced by an
+        adapter or have got a hook."""
         parts = self.module._modules
         if not all(type(parts[name]) is self._product for name in ("c_fc", "c_proj")):
             plain = False
@@ -60,7 +60,7 @@ class MLP(Forward):
         return fused(torch.mm(x, mlp.c_fc.weight), mlp.c_fc.bias)  # type: ignore[no-any-return]
 
     def _library(self, x: Tensor) -> Tensor:
-        """The library's product with bias and, in half precision, GELU in its epilogue; on CUDA it is the tanh form."""
+        """Use the library's product with bias and, in half precision, GELU (on CUDA its tanh form) in its epilogue."""
         fc = cast(Any, self.module).c_fc
         if x.dtype != torch.float32:
             return torch._addmm_activation(fc.bias, x, fc.weight, use_gelu=True)
@@ -68,10 +68,10 @@ class MLP(Forward):
 
 
 class LayerNorm(Forward):
-    """LayerNorm alone: the residual before it is added in the block, which is not ours to change."""
+    """LayerNorm alone: the residual before it is added in the block, which is not replaced."""
 
-    def __call__(self, input: Tensor) -> Tensor:  # torch calls it so
-        """As nn.LayerNorm."""
+    def __call__(self, input: Tensor) -> Tensor:  # torch passes the argument by this name
+        """Compute what nn.LayerNorm computes."""
         norm = cast(Any, self.module)
         if not is_worth_it(input, self.shared) or self.stopped(input):
             return self.original(input)  # type: ignore[no-any-return]

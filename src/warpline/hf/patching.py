@@ -1,7 +1,7 @@
-"""`patch`, `unpatch` and `patched`: attributes of instances go in, logits are compared, everything can come out again.
+"""`patch`, `unpatch` and `patched`: they set attributes of instances, compare logits, and can undo everything.
 
-Nothing but attributes of this model's own modules is changed: no class, no parameter, no buffer, no shared config. So
-saving, moving, converting and copying a patched model works as it does for any other.
+Only attributes of this model's own modules are changed: no class, no parameter, no buffer, no shared config. So saving,
+moving, converting and copying a patched model works as it does for any other.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from warpline.hf.generate import Generate
 from warpline.hf.modules import MLP, LayerNorm
 from warpline.hf.report import Report
 
-#: Where a model keeps the record of its patch.
+#: The attribute of a model that holds its patch.
 RECORD = "_warpline_patch"
 
 
 @dataclass(slots=True)
 class Patch:
-    """What was asked for, and how to undo it: (module, attribute, what stood there, whether anything did)."""
+    """The options, and how to undo them: (module, attribute, old value, whether there was one)."""
 
     options: dict[str, bool]
     report: Report
@@ -40,7 +40,7 @@ class Patch:
         module.__dict__[name] = value
 
     def take_back(self) -> None:
-        """Everything as it was."""
+        """Restore every attribute."""
         while self.undo:
             module, name, before, there = self.undo.pop()
             if there:
@@ -59,12 +59,12 @@ def patch(
     fast_math: bool = False,
     sampling: bool = False,
 ) -> Report:
-    """Replace the parts of a transformers GPT-2 that Warpline does faster, and say what became of each.
+    """Replace the parts of a transformers GPT-2 that Warpline computes faster, and report each of them.
 
     The patched model's logits are compared with the original's; if they differ by more than the dtype's rounding
-    explains, everything is taken back and a ConfigError says by how much. `fast_math` lets GELU use the GPU's
+    explains, everything is undone and a ConfigError says by how much. `fast_math` lets GELU use the GPU's
     approximate tanh. `sampling` lets `generate(do_sample=True)` run on our engine too, with other random numbers than
-    transformers draws. A model that is patched already is patched anew.
+    transformers draws. A model that is already patched is unpatched first.
 
     Examples:
         >>> import torch
@@ -122,7 +122,7 @@ def patch(
 
 
 def _difference(before: probe.Seen, asked: Any, base: Any, shared: Shared) -> float:
-    """With what is chosen for so small a probe, and with our kernels wherever they can run."""
+    """Return the larger difference of two runs, with our kernels everywhere and only where they are worth it."""
     found = []
     for shared.everywhere in (True, False):
         found.append(before.difference(probe.look(asked, base)))
@@ -130,7 +130,7 @@ def _difference(before: probe.Seen, asked: Any, base: Any, shared: Shared) -> fl
 
 
 def unpatch(model: Any) -> bool:
-    """Take the patch back; says whether there was one."""
+    """Undo the patch; return whether there was one."""
     record = model.__dict__.pop(RECORD, None)
     if record is not None:
         record.take_back()
@@ -139,7 +139,7 @@ def unpatch(model: Any) -> bool:
 
 @contextmanager
 def patched(model: Any, **options: bool) -> Iterator[Report]:
-    """Patched inside the block, and behind it as before, be that patched or not."""
+    """Patch the model inside the block; afterwards it is as before, patched or not."""
     outer = model.__dict__.get(RECORD)
     report = patch(model, **options)
     try:
@@ -176,7 +176,7 @@ def _replace(model: Any, base: Any, record: Patch, shared: Shared) -> None:
 
 
 def _replace_part(part: str, modules: list[nn.Module], config: Any, record: Patch, shared: Shared) -> None:
-    """All modules of one kind; those that cannot be are named with their reason."""
+    """Replace all modules of one kind; the report says why some could not be."""
     done, report = 0, record.report
     named = attentions.named_config(config, shared) if part == "attention" else None
     kinds: dict[str, type[Forward]] = {"mlp": MLP, "layernorm": LayerNorm}
@@ -206,7 +206,7 @@ _DOES = {
 
 
 def _obstacle(base: Any) -> str | None:
-    """Why our kernels cannot run where the model is, if they cannot."""
+    """Return why our kernels cannot run on the model's device; None if they can."""
     norm = base.ln_f
     try:
         with torch.no_grad():
@@ -217,7 +217,7 @@ def _obstacle(base: Any) -> str | None:
 
 
 def _take_over(model: Any, record: Patch, shared: Shared) -> None:
-    """`generate` on the engine, if its tokens are the model's."""
+    """Run `generate` on the engine, if its tokens are the model's."""
     report = record.report
     why = _not_for_engine(model) if record.options["generate"] else "not asked for"
     if why is not None:

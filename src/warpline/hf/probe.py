@@ -1,4 +1,4 @@
-"""Looking before leaping: whether a model's parts are what we know, and whether the patched model computes the same."""
+"""Checks whether a model's parts are what we expect, and whether the patched model computes the same."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from warpline.config import ROUNDING
 from warpline.errors import ConfigError
 from warpline.hf.gate import DTYPES
 
-#: Roundings of a logit that are allowed, where each layer adds about four like a random walk, and of its last one.
+#: Roundings allowed for a logit: each layer adds about four like a random walk; and roundings of the last result.
 WALK, LAST = 24, 4
-#: In float32 the sums inside a product round like everything else, in half precision they are kept in float32: so many
-#: times as much. With the weights of stories the original is 1.5e-5 away from float64, of which 1 explains 1.4e-5.
+#: In half precision the sums inside a product are kept in float32, in float32 they round too: this many times as much
+#: is allowed. With the weights of stories the original is 1.5e-5 away from float64, of which a factor of 1 explains
+#: 1.4e-5.
 SUMS = 4
 
 
 def version() -> str:
-    """The installed transformers."""
+    """Return the version of the installed transformers."""
     import transformers
 
     return str(transformers.__version__)
 
 
 def unknown(what: str) -> ConfigError:
-    """The one line for internals that have moved."""
+    """Return the error for internals of transformers that have changed."""
     return ConfigError(
         f"transformers {version()} has {what}, which Warpline does not know: leave that part out "
         "(attention=False, mlp=False, layernorm=False, generate=False) or use transformers 4.57 to 5.22"
@@ -40,7 +41,7 @@ def unknown(what: str) -> ConfigError:
 
 
 def base_of(model: Any) -> Any:
-    """The GPT2Model inside, whatever head stands on it."""
+    """Return the GPT2Model inside a model with or without a head."""
     from transformers import GPT2PreTrainedModel
 
     if not isinstance(model, GPT2PreTrainedModel):
@@ -57,7 +58,7 @@ def base_of(model: Any) -> Any:
 
 
 def is_foreign(module: nn.Module, kind: type) -> str | None:
-    """Why a part is not what transformers made, if somebody else has changed it."""
+    """Return why a part is not the one of transformers, if something else has replaced it; None if it is."""
     if type(module) is not kind:
         return f"it is a {type(module).__name__}, not a {kind.__name__}"
     if "forward" in module.__dict__:
@@ -66,7 +67,7 @@ def is_foreign(module: nn.Module, kind: type) -> str | None:
 
 
 def check_mlp(mlp: nn.Module) -> str | None:
-    """Why the MLP has to stay, if it has to; what nobody has seen before is refused."""
+    """Return why the MLP must stay, or None; raise for an MLP of unknown form."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
     from transformers.pytorch_utils import Conv1D
 
@@ -89,7 +90,7 @@ def check_mlp(mlp: nn.Module) -> str | None:
 
 
 def check_layernorm(norm: nn.Module) -> str | None:
-    """The same for a LayerNorm."""
+    """Return why the LayerNorm must stay, or None."""
     foreign = is_foreign(norm, nn.LayerNorm)
     if foreign is not None:
         return foreign
@@ -100,7 +101,7 @@ def check_layernorm(norm: nn.Module) -> str | None:
 
 
 def check_attention(attn: nn.Module, config: Any) -> str | None:
-    """The same for attention."""
+    """Return why the attention must stay, or None; raise for internals of unknown form."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
     foreign = is_foreign(attn, GPT2Attention)
@@ -125,31 +126,31 @@ def check_attention(attn: nn.Module, config: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Logits (or, without a head, hidden states) on the probe, where there is text."""
+    """Logits (or, without a head, hidden states) of the probe, without padding."""
 
     values: Tensor
 
     def difference(self, other: Seen) -> float:
-        """The largest, infinite where either is no number."""
+        """Return the largest difference, infinite if it is not finite."""
         moved = (self.values - other.values).abs().max()
         return float(moved) if bool(moved.isfinite()) else float("inf")
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the values of a position."""
+        """Standard deviation of the values of a position, averaged."""
         return float(self.values.std(dim=-1).mean())
 
     def allowed(self, dtype: torch.dtype, layers: int) -> float:
-        """What rounding explains."""
+        """Return the largest difference that rounding explains."""
         walked = WALK * math.sqrt(4 * layers) * self.spread
         most = ROUNDING[DTYPES[dtype]] * (walked + LAST * float(self.values.abs().max()))
         most *= SUMS if dtype == torch.float32 else 1
-        return min(most, self.spread / 2)  # beyond that, no rounding is an excuse
+        return min(most, self.spread / 2)  # half the spread is too much for any rounding
 
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """In eval mode and without gradients; afterwards every module is as it was."""
+    """Set eval mode and disable gradients inside the block; restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -161,14 +162,14 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def look(model: Any, base: Any) -> Seen:
-    """Run the probe: a prompt, one more token behind its cache, and a batch with a padded row."""
+    """Run the probe: a prompt, one more token after its cache, and a batch with a padded row."""
     some, context = base.wte.weight, base.wpe.weight.shape[0]
     rows, length = 2, min(context - 1, 256 if some.is_cuda else 24)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(base.wte.weight.shape[0], (rows, length + 1), generator=generator).to(some.device)
     mask = torch.ones_like(ids[:, :-1])
     mask[0, : length // 3] = 0
-    with at_rest(model):  # and whatever the config says of tuples
+    with at_rest(model):  # independent of the config's return_dict
         first = model(input_ids=ids[:, :-1], use_cache=True, return_dict=True)
         second = model(input_ids=ids[:, -1:], past_key_values=first.past_key_values, use_cache=True, return_dict=True)
         padded = model(input_ids=ids[:, :-1], attention_mask=mask, use_cache=False, return_dict=True)
@@ -184,7 +185,7 @@ def _values(output: Any) -> Tensor:
 
 
 def judge(model: Any, runner: Any) -> float:
-    """How far below the likeliest logit, in the model's own eyes, the engine's worst choice of a few tokens lies."""
+    """Return how far the engine's worst choice of a few tokens is below the likeliest of the model's own logits."""
     from warpline.config import SamplingParams
     from warpline.engine.request import Request
 

@@ -1,4 +1,4 @@
-"""What `patch` did: what was replaced, what was left and why, and by how much the logits moved."""
+"""The result of `patch`: what was replaced, what was left and why, and by how much the logits moved."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Report:
-    """The result of `patch`; printing it gives the lines a person wants. It goes on counting `generate` calls."""
+    """The result of `patch`; as a string it is a readable summary. It keeps counting calls of `generate`."""
 
     transformers: str
     dtype: str
     device: str
-    #: Part of the model → what does it now.
+    #: Part of the model → what computes it now.
     replaced: dict[str, str] = field(default_factory=dict)
-    #: Part of the model → why it is as it was.
+    #: Part of the model → why it was left.
     left: dict[str, str] = field(default_factory=dict)
-    #: Largest change of a logit on the probe, what is allowed for the dtype, and the logits' standard deviation.
+    #: Largest change of a logit on the probe, the limit for the dtype, and the logits' standard deviation.
     difference: float = 0.0
     allowed: float = 0.0
     spread: float = 0.0
-    #: The largest change with fast_math, where that was asked for: it is told, not limited.
+    #: The largest change with fast_math if it was requested; it is reported, not limited.
     fast_math_difference: float | None = None
-    #: What became of the calls of `generate`: "engine", or why the original method ran → how often.
+    #: Outcomes of `generate` calls, "engine" or why the original method ran → their number.
     calls: dict[str, int] = field(default_factory=dict)
 
     def count(self, outcome: str) -> None:
-        """One more call of `generate`."""
+        """Count a call of `generate`."""
         self.calls[outcome] = self.calls.get(outcome, 0) + 1
 
     def __str__(self) -> str:

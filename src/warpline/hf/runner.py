@@ -1,4 +1,4 @@
-"""Token ids in, token ids out, on the engine: what `generate` of a patched model runs on."""
+"""Token ids in, token ids out on the engine: `generate` of a patched model runs on this."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from warpline.hf.gate import DTYPES
 from warpline.hf.weights import Taken, Watch, take, walk
 from warpline.model.weights import explained_memory
 
-#: Sequences that are computed together; more wait.
+#: Most sequences that are computed together; more wait.
 MOST_SEQUENCES = 64
 
 
 class Runner:
-    """An engine over a model's weights, kept for the next call. Its work follows what torch does on its own stream,
-    where the model's parameters may be changed."""
+    """An engine over a model's weights, kept for the next call. It works on torch's current stream, after any changes
+    to the model's parameters that were enqueued there."""
 
     def __init__(self, model: Any, eos: int | None):
         some = model.transformer.wte.weight
@@ -40,7 +40,7 @@ class Runner:
 
     @property
     def described(self) -> str:
-        """Which executor computes, and whose memory the weights are."""
+        """Name of the executor, and how much weight memory is shared with the model or copied."""
         copied, shared = self.taken.copied_bytes, self.taken.shared_bytes
         text = f"the {self.executor.name} executor; {shared / 1e6:,.1f} MB of weights shared"
         if copied:
@@ -50,15 +50,15 @@ class Runner:
         return text
 
     def serves(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether it still computes with what the model consists of now."""
+        """Whether the weights are still those of the model."""
         return self._watch.holds(modules)
 
     def run(self, requests: Sequence[Request], still: Callable[[], bool] = lambda: True) -> list[list[int]] | None:
-        """The new tokens of every request; None if they are worth nothing, which `still` may find out while the GPU
-        is busy with them."""
+        """Return the new tokens of every request; None if `still`, called meanwhile, finds that the model has
+        changed."""
         jobs, fits = [Job(request) for request in requests], [True]
         share_prefixes(jobs)
-        with self._lock:  # an engine that is too small is not replaced between the two
+        with self._lock:  # so that no other call replaces the engine in between
             engine = self._fitting(requests)
             engine.submit(jobs)
 
@@ -76,7 +76,7 @@ class Runner:
         return [job.tokens for job in jobs] if fits[-1] else None
 
     def _fitting(self, requests: Sequence[Request]) -> Engine:
-        """The engine, with as many slots as a call has needed so far and whole contexts."""
+        """Return the engine, with as many slots as any call has needed so far, each for a whole context."""
         count = min(MOST_SEQUENCES, len(requests))
         if self._engine is None or self._engine.count < min(count, self.executor.most_lanes or count):
             if self._engine is not None:

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face model as the engine wants them: shared where the layout allows, copied where not.
+"""The weights of a Hugging Face model for the engine: shared where the layout allows, copied where not.
 
 Our kernels read matrices as [out, in] rows; Conv1D stores [in, out]. So on a GPU the four matrices of each layer are
-copied once, transposed; everything else is the model's own memory. The torch executor takes the transposed views.
+copied once, transposed; everything else is the model's own memory. The torch executor uses the transposed views.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from warpline.errors import ModelError
 from warpline.model import parameters
 from warpline.model.weights import Weights
 
-#: Elements of each parameter by which a change that torch does not count, through `.data`, is noticed.
+#: Elements of each parameter that are compared, to notice changes through `.data`, which torch does not count.
 SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Weights for the engine, and how much of them is memory of its own."""
+    """Weights for the engine, with the bytes that were copied and those that are shared."""
 
     weights: Weights
     copied_bytes: int
@@ -32,7 +32,7 @@ class Taken:
 
 
 def take(model: Any, *, copy: bool, eos: int | None) -> Taken:
-    """The weights of a GPT2LMHeadModel; `copy` where rows must be contiguous. `eos` is what ends a text."""
+    """Return the weights of a GPT2LMHeadModel; `copy` for contiguous rows. `eos` is the token that ends a text."""
     raw = {**model.config.to_dict(), "model_type": model.config.model_type, "eos_token_id": eos}
     tied = model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
     config = ModelConfig.from_hf({**raw, "tie_word_embeddings": tied}, "this model")
@@ -53,7 +53,7 @@ def take(model: Any, *, copy: bool, eos: int | None) -> Taken:
 
 
 class Watch:
-    """Notices that a model's parameters are not what they were: moved, converted, trained or loaded anew.
+    """Notices that a model's parameters have changed: moved, converted, trained or loaded anew.
 
     torch counts changes in place, but not those through `.data`; for these a few elements of each parameter are
     compared, which costs one small kernel.
@@ -67,7 +67,7 @@ class Watch:
             self._seen = torch.cat(self._views).clone()
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether everything is as it was."""
+        """Whether everything is unchanged."""
         if _marks(held(modules)) != self._marks:
             return False
         with torch.no_grad():
@@ -75,8 +75,8 @@ class Watch:
 
 
 def walk(model: nn.Module) -> list[nn.Module]:
-    """The model and everything in it, as `model.modules()` has it but for modules that are in it twice: every call of
-    generate pays for it, and this takes a third of the time."""
+    """Return the model and everything in it, like `model.modules()` but without removing duplicates: every call of
+    generate pays for this, and it takes a third of the time."""
     found = [model]
     for module in found:
         found += [part for part in module._modules.values() if part is not None]
@@ -84,18 +84,18 @@ def walk(model: nn.Module) -> list[nn.Module]:
 
 
 def held(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Their own parameters, tied ones twice."""
+    """Return the parameters of these modules; tied ones appear twice."""
     return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def _marks(found: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
     return [
-        (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype)  # inference tensors have no count
+        (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype)  # inference tensors have no version
         for p in found
     ]
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """A view, so that it shows what stands there later."""
+    """Return a view, which shows later changes."""
     flat = parameter.view(-1) if parameter.is_contiguous() else parameter.diagonal()
     return flat[:: max(1, len(flat) // SAMPLES)]

@@ -1,4 +1,4 @@
-"""The models that ship inside the package."""
+"""The models that are part of the package."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from warpline.config import ModelConfig
 
-#: Name → one line about it. Its files are under data/<name>.
+#: Name → one line about the model. Its files are under data/<name>.
 BUILTIN = {"stories": "short children's stories in English, trained for this package"}
 DEFAULT = "stories"
 
 
 def folder(name: str) -> Path:
-    """Where a built-in model's config.json and weights are."""
+    """Return the folder with a built-in model's config.json and weights."""
     return Path(str(resources.files("warpline.model").joinpath("data", name)))
 
 
 def config(name: str) -> ModelConfig:
-    """Its shape."""
+    """Return a built-in model's config."""
     return ModelConfig.from_hf(json.loads((folder(name) / "config.json").read_text(encoding="utf-8")), name)

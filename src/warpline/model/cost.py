@@ -1,8 +1,8 @@
 """Bytes and FLOPs of every step of a forward pass, as a function of shape, batch, context and dtype.
 
-The one place for this arithmetic: statistics, roofline, benchmark and profiler all ask here. A step's activations
-are counted as if it ran alone, reading its inputs from memory and writing its output there; a fused kernel moves
-less, and whoever describes one subtracts what it keeps on chip.
+The one place for this arithmetic: statistics, roofline, benchmark and profiler all use it. A step's activations are
+counted as if it ran alone, reading its inputs from memory and writing its output there; a fused kernel moves less, and
+its caller subtracts what it keeps on the chip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpline.model.parameters import is_quantised
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """What one step costs per forward pass, over all layers."""
+    """The cost of one step per forward pass, over all layers."""
 
     step: p.ModelOp
     calls: int
@@ -29,16 +29,16 @@ class StepCost:
 
     @property
     def bytes(self) -> int:
-        """Everything that moves."""
+        """All bytes that the step moves."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A forward pass of `new` tokens per sequence behind `past` cached ones.
+    """A forward pass of `new` tokens per sequence after `past` cached ones.
 
-    Prefill is past=0; a decode step is new=1. `logits` is how many rows per sequence go through the LM head, of which
-    codes are enough if it is `screened` (model/screen.py).
+    Prefill has past=0, a decode step new=1. `logits` is the number of rows per sequence that go through the LM head;
+    with `screened` only its codes are read (model/screen.py).
     """
 
     config: ModelConfig
@@ -53,13 +53,13 @@ class Workload:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs one head of one sequence looks at."""
+        """(query, key) pairs that one head of one sequence computes."""
         window = self.config.window or self.past + self.new
         return sum(min(self.past + i + 1, window) for i in range(self.new))
 
     @property
     def kv_read(self) -> int:
-        """Cached positions a layer reads per sequence: those behind the first new token's window are never read."""
+        """Cached positions a layer reads per sequence; those before the first new token's window are never read."""
         window = self.config.window or self.past + self.new
         return min(self.past, window - 1)
 
@@ -73,44 +73,44 @@ def decode(
     screened: bool = False,
     kv_dtype: str | None = None,
 ) -> Workload:
-    """One decode step with `context` positions in the cache."""
+    """Return the workload of one decode step with `context` positions in the cache."""
     return Workload(config=config, dtype=dtype, kv_dtype=kv_dtype, batch=batch, past=context, screened=screened)
 
 
 def prefill(config: ModelConfig, dtype: str, *, batch: int = 1, tokens: int, kv_dtype: str | None = None) -> Workload:
-    """The prompt, `tokens` long."""
+    """Return the workload of a prompt of `tokens` tokens."""
     return Workload(config=config, dtype=dtype, kv_dtype=kv_dtype, batch=batch, new=tokens)
 
 
 def costs(work: Workload) -> list[StepCost]:
-    """The cost of each step that runs, in order."""
+    """Return the cost of each step that runs, in order."""
     skipped = (p.FUSED_ATTENTION,) if work.naive else (p.SCORES, p.MASK, p.SOFTMAX, p.VALUES)
     return [_cost(step, work) for step in p.OPS if step not in skipped]
 
 
 def total_bytes(work: Workload, *, activations: bool = False) -> int:
-    """Bytes the pass must move: weights once and the KV cache; activations, which stay on chip, only on request."""
+    """Return the bytes the pass must move: weights once and the KV cache; with `activations` also those."""
     return sum(cost.bytes if activations else cost.weight_bytes + cost.kv_bytes for cost in costs(work))
 
 
 def total_flops(work: Workload) -> int:
-    """Floating-point operations of the pass."""
+    """Return the floating-point operations of the pass."""
     return sum(cost.flops for cost in costs(work))
 
 
 def kv_bytes_per_position(config: ModelConfig, dtype: str, kv_dtype: str | None = None) -> int:
-    """Bytes one position of one sequence takes in the KV cache: in int8 codes, and a scale for each head."""
+    """Return the bytes of one position of one sequence in the KV cache; int8 has codes, and a scale for each head."""
     each = config.n_embd + 4 * config.n_head if kv_dtype == "int8" else config.n_embd * DTYPE_BYTES[KV_DTYPES[dtype]]
     return 2 * config.n_layer * each
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of all parameters."""
+    """Return the bytes of all parameters."""
     return sum(_stored(name, shape, dtype) for name, shape in p.shapes(config).items())
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of a parameter: in int8 of a matrix its codes and a scale for each row, of anything else float32."""
+    """Return the bytes of a parameter: in int8 codes and a scale per row for a matrix, float32 for all else."""
     if dtype != "int8":
         return math.prod(shape) * WEIGHT_BYTES[dtype]
     return math.prod(shape) + 4 * shape[0] if is_quantised(name) else 4 * math.prod(shape)
@@ -125,7 +125,7 @@ def decode_bytes(
     screened: bool = False,
     kv_dtype: str | None = None,
 ) -> int:
-    """Bytes that `steps` decode steps must move for rows that begin with `lengths` cached positions each."""
+    """Return the bytes that `steps` decode steps must move for rows that begin with `lengths` cached positions each."""
     fixed = total_bytes(decode(config, dtype, batch=len(lengths), context=0, screened=screened, kv_dtype=kv_dtype))
     furthest = steps + max(lengths) if config.window is None else config.window - 1
     positions = 0
@@ -185,20 +185,20 @@ def _weight_bytes(step: p.ModelOp, work: Workload) -> int:
     config = work.config
     if step is p.EMBEDDING or step is p.POSITION:  # one row of the table per token
         return work.batch * work.new * _stored(step.parameters[0], (1, config.n_embd), work.dtype)
-    if step is p.LM_HEAD and work.screened and work.dtype != "int8":  # a byte for each weight, three numbers for a row
+    if step is p.LM_HEAD and work.screened and work.dtype != "int8":  # a byte per weight, three numbers per row
         return config.vocab_size * (config.n_embd + 12)
-    if step is p.LM_HEAD:  # wte again where the head is tied
+    if step is p.LM_HEAD:  # wte, read again, where the head is tied
         return _stored("lm_head.weight", (config.vocab_size, config.n_embd), work.dtype)
     shapes = p.block_shapes(config) if step.scope != "model" else p.shapes(config)
     return sum(_stored(name, shapes[name], work.dtype) for name in step.parameters)
 
 
 def _kv_bytes(step: p.ModelOp, work: Workload) -> int:
-    """Of one layer."""
+    """Return the bytes that a step moves in one layer's KV cache."""
     per_position = kv_bytes_per_position(work.config, work.dtype, work.kv_dtype) // work.config.n_layer
     if step is p.KV_CACHE:  # written
         return work.batch * work.new * per_position
-    if step is p.FUSED_ATTENTION:  # read; the new tokens' own K and V are activations
+    if step is p.FUSED_ATTENTION:  # read; the new tokens' own K and V count as activations
         return work.batch * work.kv_read * per_position
     if step is p.SCORES or step is p.VALUES:
         return work.batch * work.past * per_position // 2

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder that `transformers` loads as it is; int8 weights are for ourselves alone."""
+"""Writes a model as a Hugging Face folder that `transformers` loads; only Warpline reads int8 weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warpline.model.weights import Weights, checkpoint
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder in which something could be overwritten."""
+    """Raise if the folder has contents that could be overwritten."""
     try:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     except OSError as error:
@@ -29,7 +29,7 @@ def require_empty(folder: Path) -> None:
 def export(weights: Weights, folder: Path) -> list[Path]:
     """Write config, weights and tokenizer into `folder`, which must be new or empty; return the files.
 
-    The folder is filled beside its place and then renamed, so a failure leaves nothing behind.
+    The folder is filled under a temporary name and then renamed, so a failure leaves nothing behind.
     """
     if weights.config.window is not None:
         raise ModelError("a model with a sliding window has no form that transformers understands: export it without")
@@ -52,7 +52,7 @@ def _fill(folder: Path, weights: Weights) -> None:
     (folder / "config.json").write_text(json.dumps(weights.config.to_hf(), indent=2) + "\n", encoding="utf-8")
     name = FILE if "wte.weight" + SCALE in weights.tensors else "model.safetensors"
     save_file(checkpoint(weights), folder / name, metadata={"format": "pt"})
-    (folder / name).chmod((folder / "config.json").stat().st_mode)  # it is made for its owner alone
+    (folder / name).chmod((folder / "config.json").stat().st_mode)  # save_file makes it readable by its owner only
     if (end := weights.config.eos_token_id) is not None:
         ends = {"_from_model_config": True, "bos_token_id": end, "eos_token_id": end}
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")

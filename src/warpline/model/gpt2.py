@@ -1,8 +1,8 @@
-"""GPT-2 in plain torch: the oracle every faster path is judged against.
+"""GPT-2 in plain torch: the reference that every faster path is compared with.
 
-Shapes in the comments: B sequences, T new tokens, S positions that can be seen, C = n_embd, H heads of D = C / H.
-Module names are the checkpoint's, so a state dict is a checkpoint. `with during(STEP)` gives the step its name for an
-observer and does nothing otherwise.
+Shapes in the comments: B sequences, T new tokens, S visible positions, C = n_embd, H heads of size D = C / H.
+Module names are the checkpoint's, so a state dict is a checkpoint. `with during(STEP)` tells an observer the step's
+name and does nothing otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from warpline.model.observe import during
 
 
 def visible(position: Tensor, span: int, window: int | None) -> Tensor:
-    """Which of the positions 0 … span-1 the tokens at `position` [B, T] may look at: bool [B, 1, T, span]."""
+    """Return which of the positions 0 … span-1 the tokens at `position` [B, T] may attend to: bool [B, 1, T, span]."""
     key = torch.arange(span, device=position.device)
     query = position[:, None, :, None]
     seen = key <= query
@@ -26,7 +26,7 @@ def visible(position: Tensor, span: int, window: int | None) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `naive` runs it step by step, as the textbook writes it."""
+    """Causal self-attention; `naive` runs it step by step, as in textbooks."""
 
     def __init__(self, config: ModelConfig, layer: int, naive: bool):
         super().__init__()
@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """The activation that `warpline.config.ACTIVATIONS` calls `name`."""
+    """Apply the activation that has this name in the values of `warpline.config.ACTIVATIONS`."""
     match name:
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
@@ -100,7 +100,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual."""
+    """Attention and MLP, each after a LayerNorm and with a residual around it."""
 
     def __init__(self, config: ModelConfig, layer: int, naive: bool):
         super().__init__()
@@ -148,16 +148,16 @@ class GPT2(nn.Module):
         last: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] of `ids` [B, T], or [B, V] of row `last` [B] of each sequence.
+        """Return logits [B, T, V] of `ids` [B, T], or [B, V] of row `last` [B] of each sequence.
 
-        With a cache, sequence b is that of slots[b] (b if not given), its first token here stands at position start[b]
-        (0 if not given), and positions 0 … span-1 can be seen; `span` must cover every position of this call.
+        With a cache, sequence b uses slot slots[b] (b if None), its first token here has position start[b] (0 if None),
+        and positions 0 … span-1 are visible; `span` must include every position of this call.
         """
         _, length = ids.shape
         position = torch.arange(length, device=ids.device)[None]  # [1 or B, T]
         if cache is not None:
             position = position + (ids.new_zeros(len(ids)) if start is None else start)[:, None]
-        mask = None  # plain causal
+        mask = None  # None is plain causal attention
         if cache is not None or self.naive or self.config.window is not None:
             mask = visible(position, length if span is None else span, self.config.window)  # [1 or B, 1, T, S]
 

@@ -1,4 +1,4 @@
-"""A model's files from the hub."""
+"""Downloads a model's files from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from warpline.errors import ModelError, nearest
 from warpline.model.builtin import BUILTIN
 
 
-@functools.cache  # asked for by everyone who wants the config, the dtype or the weights
+@functools.cache  # config, dtype and weights are read separately
 def download(model: str) -> Path:
-    """The folder that the hub's files of a model are in."""
+    """Return the folder with a model's files, downloaded if they are not in the hub's cache."""
     repo = FAMILY[model][0] if model in FAMILY else model
     if model not in FAMILY and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         names = (*BUILTIN, *FAMILY)
@@ -28,7 +28,7 @@ def download(model: str) -> Path:
     files = ["*.json", "*.jinja", "*.safetensors"]
     try:
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
-        if not any(folder.glob("*.safetensors")):  # older repositories; not fetched where both are offered
+        if not any(folder.glob("*.safetensors")):  # older repositories; not downloaded where both exist
             folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=[*files, "pytorch_model.bin"]))
         return folder
     except Exception as error:  # the client raises its HTTP library's exceptions as well as its own

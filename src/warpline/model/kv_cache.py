@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of every layer, as they are or as int8 codes with a scale for each position and head.
+"""The KV cache: keys and values of every layer, as numbers or as int8 codes with a scale for each position and head.
 
 A row of codes (codes.py) is the key or the value of one position in one head.
 """
@@ -16,10 +16,10 @@ from warpline.config import ModelConfig
 
 
 class KVCache:
-    """Keys and values of every layer, allocated once: [layer, slot, head, position, depth]. A sequence has a slot.
+    """Keys and values of every layer, allocated once: [layer, slot, head, position, depth]. A sequence has one slot.
 
-    Where `dtype` is int8 these are codes, and `scales` [layer, slot, head, position, 2] has the scales of each
-    position's key and value, side by side, so that both come with one load.
+    With dtype int8 these are codes, and `scales` [layer, slot, head, position, 2] holds the scales of each position's
+    key and value side by side, so that one load reads both.
     """
 
     def __init__(self, config: ModelConfig, slots: int, capacity: int, *, device: torch.device, dtype: torch.dtype):
@@ -29,19 +29,19 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept, of the same first four dimensions."""
+        """All tensors of the cache; their first four dimensions are the same."""
         return [self.k, self.v] if self.scales is None else [self.k, self.v, self.scales]
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, position: Tensor, span: int, slots: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, H, T, D] at `position` [B, T] of `slots` [B], or of the first B; return what these have at
-        0 … span-1. Of codes that is what they mean, for the new positions too: it is the same however often and in
-        whatever parts a prompt is read."""
+        """Store k and v [B, H, T, D] at `position` [B, T] of `slots` [B] (None: the first B), and return those slots'
+        keys and values at 0 … span-1. Codes are returned decoded, for the new positions too, so that the result does
+        not depend on how a prompt is split."""
         row = torch.arange(len(position), device=position.device) if slots is None else slots
         place, dtype = (row[:, None], slice(None), position), k.dtype
 
-        def seen(kept: Tensor) -> Tensor:  # of the first slots, no copy
+        def seen(kept: Tensor) -> Tensor:  # a view, not a copy, for the first slots
             return kept[: len(position), :, :span] if slots is None else kept[slots, :, :span]
 
         if self.scales is None:
@@ -58,7 +58,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On a CPU such as take no memory, and no time, before they are written to: there may be many slots."""
+    """Return zeros. On a CPU they take no memory and no time before they are written: there may be many slots."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     room = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Lets a profiler watch the named steps of the torch model without the model knowing who watches."""
+"""Lets a profiler watch the named steps of the torch model, which does not depend on the profiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from warpline.model.parameters import ModelOp
 
-#: Called with the step and its layer (None outside the blocks); what it returns is entered around the step.
+#: Called with the step and its layer (None outside the blocks); its result is entered around the step.
 Observer = Callable[[ModelOp, int | None], AbstractContextManager[object]]
 
 _UNOBSERVED: AbstractContextManager[None] = nullcontext()
@@ -15,13 +15,13 @@ _observer: Observer | None = None
 
 
 def during(step: ModelOp, layer: int | None = None) -> AbstractContextManager[object]:
-    """The context in which `step` runs; nothing happens in it unless somebody observes."""
+    """Return the context in which `step` runs; it does nothing unless an observer is set."""
     return _UNOBSERVED if _observer is None else _observer(step, layer)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Have `observer` see every step that runs inside this context."""
+    """Report every step that runs inside this context to `observer`."""
     global _observer
     previous, _observer = _observer, observer
     try:

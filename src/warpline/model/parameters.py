@@ -1,4 +1,4 @@
-"""The parameters of a GPT-2 and the steps of its forward pass: names and shapes, written once.
+"""The parameters of a GPT-2 and the steps of its forward pass: the only definition of their names and shapes.
 
 Names are the checkpoint's. Matrices are held as [out, in], the layout of `torch.nn.Linear`; checkpoints store the
 transpose (Conv1D), and `weights.py` is the only place that knows.
@@ -16,12 +16,12 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 
 
 def is_quantised(name: str) -> bool:
-    """Whether int8 weights have this parameter as codes."""
+    """Whether int8 weights store this parameter as codes."""
     return name.endswith((*CONV1D, "wte.weight", "lm_head.weight"))
 
 
 def block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameters of one block, without the "h.0." in front."""
+    """Return the shapes of one block's parameters, named without the leading "h.0."."""
     c, inner = config.n_embd, config.inner
     return {
         "ln_1.weight": (c,),
@@ -40,7 +40,7 @@ def block_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model, in checkpoint order."""
+    """Return the shape of every parameter of the model, in checkpoint order."""
     c = config.n_embd
     block = block_shapes(config)
     result: dict[str, tuple[int, ...]] = {"wte.weight": (config.vocab_size, c), "wpe.weight": (config.n_positions, c)}
@@ -53,7 +53,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count(config: ModelConfig) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(math.prod(shape) for shape in shapes(config).values())
 
 
@@ -93,8 +93,8 @@ RESIDUAL_2 = ModelOp("residual 2", "block")
 LN_F = ModelOp("ln_f", "model", _affine("ln_f"))
 LM_HEAD = ModelOp("LM head", "model", ("lm_head.weight",))
 
-#: One forward pass, in order. The naive form runs scores, mask, softmax and values one by one, the other form runs
-#: them as one fused attention; without a cache there is no KV cache step.
+#: The steps of one forward pass, in order. The naive form runs scores, mask, softmax and values, the other form one
+#: fused attention instead; without a cache there is no KV cache step.
 OPS: tuple[ModelOp, ...] = (
     EMBEDDING,
     POSITION,

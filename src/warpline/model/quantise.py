@@ -1,9 +1,9 @@
-"""int8 weights: of every row of a matrix the codes and one scale, so that row = codes * scale.
+"""int8 weights: the codes and one scale for every row of a matrix, so that row = codes * scale.
 
-A row is an output of a product, so its scale is one multiplication behind the sum, wherever the sum is computed.
-Matrices are held as [out, in] like all others; whoever reads them finds the scales under the matrix's name and SCALE.
-Vectors and the position embedding, a thousandth of the bytes, are what activations are: float32 on a CPU, float16 on a
-GPU. Scales are float32 everywhere.
+A row is an output of a product, so its scale is one multiplication after the sum, wherever the sum is computed.
+Matrices are stored as [out, in] like all others; the scales have the matrix's name plus SCALE. Vectors and the position
+embedding, a thousandth of the bytes, have the dtype of activations: float32 on a CPU, float16 on a GPU. Scales are
+always float32.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from warpline.model.parameters import is_quantised
 if TYPE_CHECKING:
     from warpline.model.weights import Weights
 
-#: Behind the name of a matrix whose codes are stored.
+#: Suffix of the scales' name, after the name of the matrix.
 SCALE = ".scale"
-#: The file that holds such weights: not one that anybody else would read as plain ones.
+#: The file of int8 weights; no other program reads it as plain weights.
 FILE = "model.int8.safetensors"
 #: Rows that are in memory as float32 at once.
 _ROWS = 2048
-#: Activations, and what is no code, beside int8 matrices.
+#: Dtype of activations and of unquantised parameters with int8 matrices, by device.
 BESIDE_CODES = {"cpu": torch.float32, "cuda": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix as it is kept: row = codes * scale, or, without scales, the numbers themselves."""
+    """A stored matrix: row = codes * scale, or, without scales, the numbers themselves."""
 
     codes: Tensor
     scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
+        """Shape of the matrix."""
         return tuple(self.codes.shape)
 
     def numel(self) -> int:
-        """As a tensor's."""
+        """Return the number of elements."""
         return self.codes.numel()
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """As numbers."""
+        """Return the matrix as numbers."""
         if self.scale is None:
             return self.codes.to(dtype)
         return (self.codes.float() * self.scale[:, None]).to(dtype)
 
 
 def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | Matrix]]:
-    """The tensors of such a file: codes with their scales, the rest as it is."""
+    """Yield the tensors of an int8 file: codes paired with their scales, the rest unchanged."""
     waiting: dict[str, Tensor] = {}
     for name, value in source:
         matrix = name.removesuffix(SCALE)
@@ -75,7 +75,7 @@ def paired(source: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor |
 
 
 def quantise(matrix: Tensor, name: str = "a matrix") -> tuple[Tensor, Tensor]:
-    """The codes (int8) and the scale of each row (float32), where the matrix is; the largest of a row is exact."""
+    """Return the codes (int8) and each row's scale (float32) on the matrix's device; a row's maximum is exact."""
     codes = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
     scale = torch.empty(len(matrix), device=matrix.device)
     for some, its_scale, _, its_codes in coded(matrix):
@@ -86,18 +86,18 @@ def quantise(matrix: Tensor, name: str = "a matrix") -> tuple[Tensor, Tensor]:
 
 
 def coded(matrix: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Some rows at a time: which, the scale of each, the rows in units of it, and these rounded to codes; float32."""
-    largest = torch.tensor(float(LARGEST), device=matrix.device)  # a GPU multiplies by the inverse of a mere number
+    """Yield some rows at a time in float32: their slice, their scales, the rows in units of them, their codes."""
+    largest = torch.tensor(float(LARGEST), device=matrix.device)  # a GPU multiplies by the inverse of a Python number
     for first in range(0, len(matrix), _ROWS):
         some = slice(first, first + _ROWS)
-        rows = torch.empty(matrix[some].shape, device=matrix.device).copy_(matrix[some])  # however a file has it
+        rows = torch.empty(matrix[some].shape, device=matrix.device).copy_(matrix[some])  # made contiguous
         scale = rows.abs().amax(dim=1) / largest
         rows /= scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         yield some, scale, rows, rows.round().clamp_(-LARGEST, LARGEST)
 
 
 def place(tensors: dict[str, Tensor], name: str, value: Tensor | Matrix, device: torch.device) -> None:
-    """A parameter among int8 weights on `device`: codes and scales, or what activations are."""
+    """Add a parameter to int8 weights on `device`: as codes and scales, or in the dtype of activations."""
     if isinstance(value, Matrix):
         assert value.scale is not None
         tensors[name], tensors[name + SCALE] = (t.to(device).contiguous() for t in (value.codes, value.scale))
@@ -108,7 +108,7 @@ def place(tensors: dict[str, Tensor], name: str, value: Tensor | Matrix, device:
 
 
 def quantised(weights: Weights) -> Weights:
-    """The same model in int8."""
+    """Return the same model in int8."""
     if weights.is_quantised:
         return weights
     tensors: dict[str, Tensor] = {}
@@ -118,6 +118,6 @@ def quantised(weights: Weights) -> Weights:
 
 
 def dequantised(weights: Weights, dtype: torch.dtype) -> Weights:
-    """The same model as plain numbers: of int8 weights those that they stand for, as near as `dtype` has them."""
+    """Return the same model as plain numbers; int8 weights become the numbers they stand for, rounded to `dtype`."""
     names = [name for name in weights.tensors if not name.endswith(SCALE)]
     return replace(weights, tensors={name: weights.matrix(name).plain(dtype) for name in names})

@@ -1,7 +1,7 @@
-"""A matrix a second time in one byte for each weight, with what that leaves uncertain about its products.
+"""A second copy of a matrix in one byte per weight, with bounds on the error of its products.
 
-For rows w of the matrix and c of what the codes mean, |w x - c x| is at most |w - c| |x|. Both norms that a bound needs
-are rounded up here. cuda/screen.cuh and kernels/cpu/screen.py say what they are used for.
+For a row w of the matrix and c, its codes as numbers, |w x - c x| is at most |w - c| |x|. Both norms in the bound are
+rounded up here. cuda/screen.cuh and kernels/cpu/screen.py use them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST = 1e18
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """Of every row of a matrix."""
+    """Codes and bounds for every row of a matrix."""
 
     codes: Tensor  # int8 [row, column]
     scale: Tensor  # float32 [row]
@@ -29,10 +29,10 @@ class Screen:
 
     @staticmethod
     def of(matrix: Tensor) -> Screen:
-        """On the device where the matrix is. Of rows that are not finite, or too long or too short, nothing is said."""
+        """Screen a matrix on its device. Rows that are not finite, too long or too short get infinite bounds."""
         codes = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
         scale, error, norm = torch.empty(3, len(matrix), device=matrix.device)
-        # In units of a scale no square overflows or vanishes. Sums round off, and so did the division by the scale.
+        # In units of a scale no square overflows or vanishes. Sums round, and so did the division by the scale.
         spread, rounded = 1 + matrix.shape[1] * 2.0**-23, 2.0**-22
         for some, its_scale, rows, its_codes in coded(matrix):
             codes[some], scale[some] = its_codes, its_scale
@@ -47,10 +47,10 @@ class Screen:
 
 
 def _up(x: Tensor) -> Tensor:
-    """A little more, whatever the last few operations have rounded."""
+    """Increase x slightly, beyond the rounding of the last few operations."""
     return torch.nextafter(x * (1 + 2.0**-20), torch.tensor(math.inf, device=x.device))
 
 
 def upper_half(x: Tensor) -> Tensor:
-    """The first 16 bits of float32 numbers that are not negative, as int32: no less than the numbers."""
+    """Return the upper 16 bits of non-negative float32 numbers, rounded up, as int32."""
     return (x.view(torch.int32) + 0xFFFF) >> 16

@@ -1,4 +1,4 @@
-"""Text to ids and back: GPT-2's byte-level BPE from the bundled merges, or a model folder's tokenizer.json."""
+"""Converts text to ids and back: GPT-2's byte-level BPE from the bundled merges, or a folder's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tokenizers import Tokenizer as Backend
 from warpline.errors import ConfigError, ModelError
 
 END_OF_TEXT = "<|endoftext|>"
-#: Tokenizer files of other kinds, as they lie in model folders.
+#: Files of other kinds of tokenizers in model folders.
 FOREIGN = ("vocab.txt", "*.model", "vocab.json", "merges.txt")
-#: Every file a tokenizer may consist of.
+#: Every file that can be part of a tokenizer.
 FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", *FOREIGN)
 
 
 @functools.cache
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable stand-in for every byte, in the order of the ids 0 … 255."""
+    """Return GPT-2's printable character for every byte, in the order of the ids 0 … 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
@@ -50,7 +50,7 @@ def _byte_level(model: models.BPE) -> Backend:
 
 
 class _Joiner:
-    """The bytes of all tokens in one array, so that numpy can put those of many texts together."""
+    """Joins the bytes of tokens for many texts at once with numpy, from one array with the bytes of all tokens."""
 
     def __init__(self, table: Sequence[bytes]):
         self._bytes = np.frombuffer(b"".join(table), np.uint8)
@@ -58,7 +58,7 @@ class _Joiner:
         self._begins = self._lengths.cumsum() - self._lengths
 
     def join(self, texts: Sequence[np.ndarray]) -> list[bytes]:
-        """The bytes of each text."""
+        """Return the bytes of each text, given as ids."""
         ids = np.concatenate(texts)
         ids = np.where((ids >= 0) & (ids < len(self._lengths)), ids, len(self._lengths) - 1)
         lengths = self._lengths[ids]
@@ -74,8 +74,8 @@ class Tokenizer:
     """Encodes and decodes. Special tokens such as <|endoftext|> are plain text unless `special` is asked for."""
 
     def __init__(self, backend: Backend):
-        backend.encode_special_tokens = True  # treat them as text; `encode` splits at them itself when asked to
-        backend.no_truncation()  # some files carry the settings of somebody's training run
+        backend.encode_special_tokens = True  # treat them as text; `encode` splits at them if asked to
+        backend.no_truncation()  # some files contain settings of a training run
         backend.no_padding()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
@@ -84,19 +84,19 @@ class Tokenizer:
         self._special_ids = frozenset(self._special.values())
         self._size = backend.get_vocab_size()
         self._bytes = self._byte_table(set(added)) if isinstance(backend.decoder, decoders.ByteLevel) else None
-        #: The same with nothing where special tokens are left out.
+        #: The same table, empty for special tokens, which are left out.
         self._plain_bytes = (
             None if self._bytes is None else [b"" if i in self._special_ids else b for i, b in enumerate(self._bytes)]
         )
 
     @classmethod
     def gpt2(cls) -> Tokenizer:
-        """OpenAI's GPT-2 tokenizer."""
+        """Return OpenAI's GPT-2 tokenizer."""
         return cls(_bundled())
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
-        """A tokenizer.json."""
+        """Read a tokenizer.json."""
         try:
             return cls(Backend.from_file(str(path)))
         except Exception as error:  # the backend raises nothing narrower
@@ -104,7 +104,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """A model folder's own tokenizer; GPT-2's where the folder brings none."""
+        """Return a model folder's own tokenizer, or GPT-2's if the folder has none."""
         if (folder / "tokenizer.json").exists():
             return cls.from_file(folder / "tokenizer.json")
         vocab, merges = folder / "vocab.json", folder / "merges.txt"
@@ -124,7 +124,7 @@ class Tokenizer:
         return self._size
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`; with `special`, <|endoftext|> in it becomes that token."""
+        """Return the ids of `text`; with `special`, <|endoftext|> in it becomes that token."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -146,7 +146,7 @@ class Tokenizer:
         return ids
 
     def encode_many(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
-        """`encode` for many texts at once, on all cores."""
+        """Encode many texts at once, on all cores."""
         if special and self._split is not None and any(map(self._split.search, texts)):
             return [self.encode(text, special=True) for text in texts]
         try:
@@ -155,7 +155,7 @@ class Tokenizer:
             return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; special tokens are left out unless `special`. Broken UTF-8 becomes U+FFFD."""
         ids = ids if isinstance(ids, list | tuple) else list(ids)
         joined = self.joined_bytes(ids, special=special)
         if joined is not None:
@@ -164,8 +164,8 @@ class Tokenizer:
         return stream.extend(ids) + stream.flush()
 
     def joined_bytes(self, ids: Iterable[int], *, special: bool = False) -> bytes | None:
-        """The bytes of tokens one behind the other, or None if this tokenizer does not work on bytes. Ids that the
-        tokenizer does not know, which a padded vocabulary may have, are left out."""
+        """Return the joined bytes of tokens, or None if this tokenizer does not work on bytes. Ids that the tokenizer
+        does not know, which a padded vocabulary may have, are left out."""
         table = self._bytes if special else self._plain_bytes
         if table is None:
             return None
@@ -179,11 +179,11 @@ class Tokenizer:
 
     @property
     def on_bytes(self) -> bool:
-        """Whether a text is the bytes of its tokens, one behind the other."""
+        """Whether a text is the joined bytes of its tokens."""
         return self._bytes is not None
 
     def join_many(self, texts: Sequence[np.ndarray]) -> list[bytes]:
-        """The bytes of texts, special tokens left out: of many in a third of the time that it takes one by one."""
+        """Return the bytes of texts without special tokens, in a third of the time of one call per text."""
         return self._joiner.join(texts)
 
     @functools.cached_property
@@ -193,19 +193,19 @@ class Tokenizer:
         return _Joiner(self._plain_bytes)
 
     def stream(self, *, special: bool = False) -> StreamDecoder:
-        """A decoder that takes ids one by one."""
+        """Return a decoder that takes ids one by one."""
         return StreamDecoder(self, special)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token, or None if this tokenizer does not work on bytes."""
+        """Return the bytes of a token, or None if this tokenizer does not work on bytes."""
         return None if self._bytes is None else self._bytes[token]
 
     def piece(self, token: int) -> str:
-        """The token's name in the vocabulary, which is how some engines want to be given it."""
+        """Return the token's name in the vocabulary, which some engines take instead of its id."""
         return str(self._backend.id_to_token(token))
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and, for a BPE, the vocab.json and merges.txt that older readers want."""
+        """Write tokenizer.json and, for a BPE, vocab.json and merges.txt for older readers."""
         self._backend.save(str(folder / "tokenizer.json"))
         if isinstance(self._backend.model, models.BPE):
             self._backend.model.save(str(folder))
@@ -218,7 +218,7 @@ class Tokenizer:
         for i in range(len(self)):
             token = self._backend.id_to_token(i)
             if token is None or i in added or not all(char in byte for char in token):
-                table.append((token or "").encode("utf-8"))  # stands for its own text
+                table.append((token or "").encode("utf-8"))  # these stand for their own text
             else:
                 table.append(bytes(byte[char] for char in token))
         return table
@@ -233,7 +233,7 @@ class Tokenizer:
 class StreamDecoder:
     """Turns ids into text as they come and never emits half a character.
 
-    Pieces joined, with what `flush` returns, are the text of all ids.
+    All pieces and the result of `flush` together are the text of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: bool):
@@ -244,7 +244,7 @@ class StreamDecoder:
         self._emitted = ""
 
     def push(self, token: int) -> str:
-        """The text that became certain with `token`; may be empty."""
+        """Return the text that became certain with `token`; it may be empty."""
         if self._tokenizer._skips(token, self._special):
             return ""
         piece = self._tokenizer.token_bytes(token)
@@ -255,18 +255,18 @@ class StreamDecoder:
         return "" if text.endswith("\ufffd") else self._emit(text)
 
     def extend(self, tokens: Iterable[int]) -> str:
-        """`push` for several tokens."""
+        """Push several tokens and return their text."""
         tokens = list(tokens)
         piece = self._tokenizer.joined_bytes(tokens, special=self._special)
         return "".join(map(self.push, tokens)) if piece is None else self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What is left when no more ids come; an unfinished character becomes U+FFFD."""
+        """Return what is left when no more ids come; an unfinished character becomes U+FFFD."""
         rest = self._utf8.decode(b"", final=True)
         return rest + (self._emit(self._tokenizer._plain_decode(self._pending)) if self._pending else "")
 
     def _emit(self, text: str) -> str:
-        # The last id stays as context: what precedes a token can decide whether a space stands before it.
+        # The last id stays as context: the token before can decide whether a space precedes a token.
         piece = text[len(self._emitted) :]
         self._pending = self._pending[-1:]
         self._emitted = self._tokenizer._plain_decode(self._pending)

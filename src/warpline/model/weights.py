@@ -1,7 +1,7 @@
-"""A model's name becomes its tensors: built-in, random, a folder, a file or a hub id → `Weights`.
+"""Loads a model by name as `Weights`: built-in, random, a folder, a file or a hub id.
 
-Checkpoints differ in three ways, all settled here and nowhere else: tensor names may begin with "transformer.",
-matrices are stored transposed (Conv1D), and some carry buffers that are no parameters.
+Checkpoints differ in three ways, which only this module handles: tensor names may begin with "transformer.", matrices
+are stored transposed (Conv1D), and some contain buffers that are no parameters.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from warpline.model.tokenizer import Tokenizer
 from warpline.progress import progress
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
-#: Random numbers that one generator draws, and tensors that are in memory at once meanwhile.
+#: Random numbers that one generator draws, and tensors that are drawn together and so in memory at once.
 _PART, _DRAWN_TOGETHER = 1 << 20, 16
 _NOT_PARAMETERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model in memory: its shape, its parameters under checkpoint names with matrices as [out, in]."""
+    """A model in memory: its config and its parameters under checkpoint names, matrices as [out, in]."""
 
     name: str
     config: ModelConfig
     tensors: dict[str, Tensor]
-    folder: Path | None = None  # where it came from, if it has files of its own
+    folder: Path | None = None  # where it came from; None without files of its own
     _forms: dict[str, dict[str, Tensor]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def head(self) -> str:
-        """The module whose matrix makes logits: one of its own, or the embedding."""
+        """The module whose matrix makes logits: lm_head, or the embedding if it is tied."""
         return "lm_head" if "lm_head.weight" in self.tensors else "wte"
 
     @property
@@ -59,31 +59,31 @@ class Weights:
 
     @property
     def activations(self) -> torch.dtype:
-        """What hidden states are: as vectors, since a matrix may be codes."""
+        """Dtype of hidden states: that of vectors, since matrices may be codes."""
         return self.tensors["ln_f.weight"].dtype
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
+        """The device of all tensors."""
         return self.tensors["wte.weight"].device
 
     def room(self, *shape: int) -> Tensor:
-        """Memory for activations."""
+        """Allocate a tensor for activations."""
         return torch.empty(shape, dtype=self.activations, device=self.device)
 
     def matrix(self, name: str) -> Matrix:
-        """A parameter as it is kept."""
+        """Return a parameter as it is stored."""
         return Matrix(self.tensors[name], self.tensors.get(name + SCALE))
 
     def form(self, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Some parameters in another form, made the first time."""
+        """Return some parameters in another form; `make` makes it the first time."""
         if name not in self._forms:
             with explained_memory(f"a second form of {self.name}'s weights ({name.replace('_', ' ')})"):
                 self._forms[name] = make()
         return self._forms[name]
 
     def tokenizer(self) -> Tokenizer:
-        """The model's own tokenizer, or GPT-2's where it brings none."""
+        """Return the model's own tokenizer, or GPT-2's if it has none."""
         return Tokenizer.gpt2() if self.folder is None else Tokenizer.from_folder(self.folder)
 
 
@@ -103,7 +103,7 @@ def load(model: str, *, dtype: str = "fp32", device: str = "cpu") -> Weights:
 
 
 def read_config(model: str) -> ModelConfig:
-    """The shape of what `load` would load, from its config alone."""
+    """Return the config of what `load` would load, without its weights."""
     if model.startswith("random:"):
         return random_config(model.removeprefix("random:"))[0]
     path = _located(model)
@@ -111,7 +111,7 @@ def read_config(model: str) -> ModelConfig:
 
 
 def stored_dtype(model: str) -> str | None:
-    """ "int8" if that is what the model's files hold; other dtypes are converted as one likes."""
+    """Return "int8" if the model's files hold int8 weights; None otherwise, when any dtype can be converted to."""
     if model.startswith("random:"):
         return None
     path = _located(model)
@@ -126,7 +126,7 @@ def _load(model: str, *target: Any) -> Weights:
 
 
 def _located(model: str) -> Path:
-    """The folder or file of a model, downloaded if it must be."""
+    """Return the folder or file of a model, downloaded if necessary."""
     if model in BUILTIN:
         return builtin.folder(model)
     try:
@@ -143,7 +143,7 @@ def _located(model: str) -> Path:
 
 @contextmanager
 def explained_memory(what: str) -> Iterator[None]:
-    """Running out of memory becomes one line that says what did not fit."""
+    """Turn running out of memory into one line that says what did not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -158,7 +158,7 @@ def explained_memory(what: str) -> Iterator[None]:
 
 
 def random_config(spec: str) -> tuple[ModelConfig, int]:
-    """Read what follows "random:": a family name and/or settings of `ModelConfig`, and a seed."""
+    """Parse the part after "random:": a family name and/or settings of `ModelConfig`, and a seed."""
     hints = get_type_hints(ModelConfig)
     config, seed = ModelConfig(), 0
     changes: dict[str, Any] = {}
@@ -203,8 +203,8 @@ def _random(model: str, device: torch.device, dtype: torch.dtype) -> Weights:
 def random_tensors(
     config: ModelConfig, seed: int, *, device: torch.device, dtype: torch.dtype, std: float = 0.02
 ) -> dict[str, Tensor]:
-    """Parameters as GPT-2 is initialised, except that no bias or scale is trivial: a mistake there must show. Every
-    part of a tensor has a generator of its own, so that all cores can draw."""
+    """Draw parameters with GPT-2's initialisation, except that no bias or scale is trivial, so that a mistake with one
+    shows. Every part of a tensor has its own generator, so that all cores can draw."""
 
     def draw(part: tuple[int, int, Tensor]) -> None:
         tensor, number, values = part
@@ -324,7 +324,7 @@ def _collect(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Canonical names and layouts; what is missing, unknown or misshaped is named."""
+    """Return the tensors under canonical names and layouts; raise if some are missing, unknown or misshaped."""
     shapes = parameters.shapes(config)
     tensors: dict[str, Tensor] = {}
     seen: set[str] = set()
@@ -359,7 +359,7 @@ def _collect(
 def _place(
     tensors: dict[str, Tensor], name: str, value: Tensor | Matrix, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """One fresh, contiguous tensor, whatever the layout, dtype or mapping was; of a matrix in int8 codes and scales."""
+    """Store a new contiguous tensor, whatever the source's layout, dtype or mapping; int8 has codes and scales."""
     if dtype != torch.int8:
         plain = value.plain() if isinstance(value, Matrix) else value
         tensors[name] = torch.empty(plain.shape, device=device, dtype=dtype).copy_(plain)
@@ -372,7 +372,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def checkpoint(weights: Weights) -> dict[str, Tensor]:
-    """The tensors as a checkpoint stores them: "transformer." in front, matrices transposed unless they are int8."""
+    """Return the tensors as a checkpoint stores them: "transformer." in front, matrices transposed except in int8."""
     result: dict[str, Tensor] = {}
     for name, value in weights.tensors.items():
         stored = value.t() if name.endswith(parameters.CONV1D) and value.dtype != torch.int8 else value

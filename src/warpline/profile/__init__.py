@@ -1,1 +1,1 @@
-"""Where time goes: collect → `Session` (one JSON file) → tree, classes, roofline, verdict → render."""
+"""Profiles where time goes: collect → `Session` (one JSON file) → tree, classes, roofline, verdict → render."""

@@ -1,6 +1,6 @@
-"""What kind of operation a kernel or an operator is, by its name: GEMM, attention, reduction, elementwise, memory, or
-exchange, where the blocks of one kernel wait for each other's results. What no rule knows is "other" and is listed, not
-guessed. Knows no torch."""
+"""Classifies a kernel or an operator by its name: GEMM, attention, reduction, elementwise, memory, or exchange, where
+the blocks of one kernel wait for each other's results. A name that no rule matches is "other"; it is listed, not
+guessed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from warpline.profile.session import KernelRow, Phase
 
 CLASSES = ("GEMM", "attention", "reduction", "elementwise", "memory", "exchange", "other")
 
-#: Our own by what their time goes to, whatever else they do.
+#: Our own kernels, classified by what most of their time goes to.
 _OURS = {
     # "gathered", "multiplied", "computed" are stages of the persistent kernel
     "exchange": r"gathered(?!, computed)|agreed on|awaited",
@@ -23,7 +23,7 @@ _OURS = {
     "elementwise": r"gelu|append_token|noise",
     "memory": r"embedding|last_rows|quantise_kv|admit|report|expand",
 }
-#: Operators of torch on the host: the whole name.
+#: Operators of torch on the host; a rule matches the whole name.
 _OPERATORS = {
     "GEMM": r"mm|bmm|addmm_?|baddbmm|matmul|linear|einsum|mv|addmv_?|dot|_?addmm_activation|mkldnn_linear|"
     r"_mkl_linear|_linear_pointwise",
@@ -38,7 +38,7 @@ _OPERATORS = {
     r"lift_fresh|alias|detach|resolve_.*|repeat.*|resize|set|numpy_T|pad|constant_pad_nd|index_copy|scalar_tensor|"
     r"_pin_memory|unbind)_?",
 }
-#: Kernels of others on a GPU: the first rule of which something is found in the name.
+#: Kernels of other libraries on a GPU; the first rule that matches a part of the name counts.
 _KERNELS = (
     ("reduction", r"^triton_(red|per)_|cpp_fused.*(norm|softmax|argmax)"),
     ("elementwise", r"^triton_poi_|cpp_fused"),
@@ -52,13 +52,13 @@ _KERNELS = (
     ("memory", r"copy|Copy|CatArray|gather|scatter|index|Index|embedding|transpose|fill|Fill|arange"),
     ("elementwise", r"elementwise|gelu|where|compare|binary|unary|pointwise"),
 )
-#: A library and a name: kernels' have more colons, brackets or spaces.
+#: The form of operator names, library::operator; names of kernels have more colons, brackets or spaces.
 _HOST = re.compile(r"[a-z_]+::\w+(\.\w+)?")
 
 
 @functools.cache
 def classify(name: str) -> str:
-    """The class of a kernel or an operator. Asked about the same few names over and over."""
+    """Return the class of a kernel or an operator. Cached, because the same few names are asked again and again."""
     if name.startswith("warpline_"):
         return next((kind for kind, rule in _OURS.items() if re.search(rule, name)), "other")
     if _HOST.fullmatch(name):
@@ -69,7 +69,7 @@ def classify(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClassRow:
-    """One class of a phase, per step."""
+    """Time of one class in a phase, per step."""
 
     kind: str
     us: float
@@ -79,7 +79,7 @@ class ClassRow:
 
 
 def classes(phase: Phase) -> list[ClassRow]:
-    """Time per class, the longest first."""
+    """Return the time per class, the longest first."""
     groups: dict[str, list[KernelRow]] = {}
     for row in phase.kernels:
         groups.setdefault(classify(row.name), []).append(row)
@@ -93,7 +93,7 @@ def classes(phase: Phase) -> list[ClassRow]:
 
 
 def unknown(phase: Phase) -> list[str]:
-    """Names of what could not be classified."""
+    """Return the names that could not be classified."""
     return list(_names(row for row in phase.kernels if classify(row.name) == "other"))
 
 

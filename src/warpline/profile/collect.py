@@ -1,4 +1,4 @@
-"""Runs a method while it is watched, and makes a `Session` of what was seen. The only file that records."""
+"""Runs a method, records it, and makes a `Session` of the events. The only module of the profiler that records."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from warpline.profile.session import PHASES, Launches, ModulePath, Phase, Sessio
 
 logger = logging.getLogger(__name__)
 
-#: Steps that may be recorded: beyond that a mean gets no better and the recorder's memory grows.
+#: Most steps to record: with more, the mean gets no better and the recorder's memory grows.
 MOST_STEPS = 64
-#: What a session notes where a busy machine made a step take longer unwatched, or less than nothing.
+#: A session's note where noise made a step slower unrecorded than recorded, or its time negative.
 NOISE = "{}: noise exceeds the time of a step that nobody records, so recorded steps count"
-#: Decode steps that run, recorded but not counted, before those that count.
+#: Decode steps that are recorded but not counted, before those that count.
 WARM_STEPS = 2
-#: Generations that are timed while nobody records, at most: fewer where they take long.
+#: Generations that are timed without a recorder, at most: fewer where they take long.
 PLAIN = 15
 #: Prompts that are recorded.
 PROMPTS = 3
 _PREFIX, _MARK, _END = "warpline|", "warpline mark", "warpline mark end"
-#: Calls that give the GPU work.
+#: Host calls that give work to the GPU.
 _DRIVER = tuple(f"{api}{call}" for api in ("cu", "cuda") for call in ("Launch", "GraphLaunch", "Memcpy", "Memset"))
 
-#: What torch.compile and the recorder say of themselves: no operators, their time is dispatch.
+#: Names that torch.compile and the recorder give to their own work: these are no operators, their time is dispatch.
 _BOOKS = ("## Call Compiled", "Torch-Compiled Region", "TorchDynamo", "AOTDispatcher", "Pregraph", "Activity Buffer")
 
 
@@ -74,12 +74,12 @@ class Wish:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Method and dtype, as shown to users."""
         return f"{self.method}:{self.dtype}"
 
     @property
     def case(self) -> Case:
-        """As the benchmark calls it: what stores weights in int8 makes them of others."""
+        """The benchmark case; methods with int8 weights quantise those of another dtype."""
         new = 1 + WARM_STEPS + self.steps
         return Case(
             workload="profile",
@@ -93,8 +93,8 @@ class Wish:
 
 
 def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: Bench | None = None) -> Session:
-    """Build the method, warm it up, time it unwatched, then watch it. A `bench` that has served before knows this
-    machine's limits, and may still have the weights."""
+    """Build the method, warm it up, time it unrecorded, then record it. A `bench` from an earlier call provides this
+    machine's limits, and perhaps the weights."""
     kind, device, case = methods.find(wish.method), torch.device(wish.device), wish.case
     bench = bench or Bench(Settings(wish.device))
     if reason_against(kind) is None and (kind.stored == "int8") != (wish.dtype == "int8"):
@@ -112,7 +112,7 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
     method = kind(weights, case, device)
     given = method.given(prompts)
     try:
-        with naming_loops(kind):  # a CPU's code is compiled when it is first called
+        with naming_loops(kind):  # code for a CPU is compiled at its first call
             for _ in range(1 + kind.warm_up):
                 method.generate(given, case.new)
         tick(1)
@@ -147,8 +147,7 @@ def collect(wish: Wish, tick: Callable[[float], None] = lambda _: None, bench: B
 
 
 def _beside_ours(phases: list[Phase], weights: Weights, prompts: Tensor, wish: Wish, read_gb_s: float) -> list[Phase]:
-    """With what the same steps take of the executor that this machine would choose; left out where noise makes that
-    less than its bytes need."""
+    """Return the phases with the cpu executor's times for the same steps; a time below what its bytes need is noise."""
     kind, case = methods.find("cpu"), wish.case
     if kind.obstacle(case, prompts.device) is not None:
         return phases
@@ -171,7 +170,7 @@ def _beside_ours(phases: list[Phase], weights: Weights, prompts: Tensor, wish: W
 @dataclass(slots=True)
 class _Recorder:
     method: Method
-    given: Any  # prompts, as the method takes them
+    given: Any  # prompts, in the form the method takes
     wish: Wish
     notes: list[str] = field(default_factory=list)
 
@@ -184,7 +183,7 @@ class _Recorder:
         return self._device.type == "cuda"
 
     def phase(self, name: str) -> Phase:
-        """Record a phase, by stamps where the launch is one, by events where CUPTI does not answer."""
+        """Record a phase: by stamps where one launch decodes many tokens, by CUDA events where CUPTI is missing."""
         plain, steps = self._plain(name), self.wish.steps
         if plain is None:
             self.notes.append(NOISE.format(name))
@@ -228,7 +227,7 @@ class _Recorder:
         )
 
     def _plain(self, name: str) -> float | None:
-        """µs of a step when nobody looks, the median of a few; None where noise exceeds it."""
+        """Return the µs of a step without a recorder, the median of a few; None where noise exceeds it."""
         calls = [lambda: self.method.generate(self.given, 1)]
         if name == "decode":
             new = self.wish.case.new
@@ -241,7 +240,7 @@ class _Recorder:
 
     def _work(self, name: str) -> Work:
         context = self.wish.context
-        if self.method.recomputes:  # the whole text every time, and the logits of every position
+        if self.method.recomputes:  # the whole text for every token, and the logits of every position
             length = context if name == "prefill" else context + 1 + WARM_STEPS + self.wish.steps // 2
             return Work(length, 0, length, naive=True)
         if name == "prefill":
@@ -249,7 +248,7 @@ class _Recorder:
         return Work(1, context + WARM_STEPS + self.wish.steps // 2, 1, naive=False)
 
     def _recorded(self, name: str, record: Recording) -> Aggregate:
-        """Events of a few prompts, or of a generation without its prompt and first steps."""
+        """Record a few prompts, or one generation of which the prompt and the first steps are skipped."""
         calls, new, skip = (1, self.wish.case.new, 1 + WARM_STEPS) if name == "decode" else (1 + PROMPTS, 1, 1)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -259,16 +258,16 @@ class _Recorder:
 
 
 class CuptiMissingError(ConfigError):
-    """The recorder saw nothing of the GPU."""
+    """torch.profiler reports no kernels of the GPU."""
 
 
-#: Watches some generations of so many tokens, and gives the events.
+#: Records `calls` generations of `new` tokens and returns the events.
 Recording = Callable[[Method, Any, int, int], list[Event]]
 
 
 def _run(method: Method, given: Any, new: int, calls: int, mark: Mark, end: Mark, span: Span) -> None:
-    """Some generations while they are watched. A prompt begins where its generation does, with whatever is prepared
-    there, so the method's own first mark is left out."""
+    """Run `calls` generations and mark their steps. The prompt's step begins with the generation, including all
+    preparation, so the method's own first mark is left out."""
     begun = False
 
     def step() -> None:
@@ -314,9 +313,9 @@ def _kineto(method: Method, given: Any, new: int, calls: int) -> list[Event]:
 
 
 def convert(raw: Sequence[Any]) -> list[Event]:
-    """Kineto's events as ours, in µs from the first mark. It counts nanoseconds since 1970, of which a float keeps one
-    in 256: the difference is taken before anything else. User spans have their copies on the GPU's track, which are no
-    kernels; operators of other threads are somebody else's."""
+    """Convert Kineto's events to ours, in µs from the first mark. Kineto counts nanoseconds since 1970, and a float
+    resolves only 256 of them: the difference is taken first. User spans have copies on the GPU's track, which are no
+    kernels; operators of other threads are not ours."""
     found: list[Event] = []
     first = next((event for event in raw if event.name() == _MARK and not _is_device(event)), None)
     if first is None:
@@ -346,7 +345,7 @@ def _is_device(event: Any) -> bool:
 
 
 def _by_events(method: Method, given: Any, new: int, calls: int) -> list[Event]:
-    """Without CUPTI: an event before and behind every module, as if it were one kernel."""
+    """Record without CUPTI: a CUDA event before and after every module, as if the module were one kernel."""
     taken: list[tuple[str, ModulePath, Any, Any]] = []
 
     def recorded() -> Any:
@@ -375,7 +374,7 @@ def _by_events(method: Method, given: Any, new: int, calls: int) -> list[Event]:
 
 
 def timed_spans(taken: list[tuple[str, ModulePath, float, float]]) -> list[Event]:
-    """Events around modules as kernels, without those that have others inside; a step without any is one itself."""
+    """Return modules as kernels, leaving out those that contain others; a step without modules is one kernel."""
     edges = [Event(kind, "step", start) for kind, _, start, _ in taken if kind != "kernel"]
     kernels = sorted((a, b, path) for kind, path, a, b in taken if kind == "kernel")
     inner = {path[:i] for _, _, path in kernels for i in range(len(path))}
@@ -388,8 +387,8 @@ def timed_spans(taken: list[tuple[str, ModulePath, float, float]]) -> list[Event
 
 @contextmanager
 def _hushed() -> Iterator[None]:
-    """Kineto announces itself on standard error when it starts and stops, whatever the log level; some versions
-    of torch also warn, once, of what would be lost between cycles, of which there is one."""
+    """Redirect standard error, where Kineto announces its start and stop whatever the log level; also ignore a warning
+    of some torch versions about events lost between cycles, because there is only one cycle."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

@@ -1,4 +1,4 @@
-"""Two sessions side by side: before and after, per module and per kernel. Knows no torch."""
+"""Compares two sessions: before and after, per module and per kernel. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from warpline.profile import tree
 from warpline.profile.launches import kernel_table
 from warpline.profile.session import ModulePath, Phase, Session
 
-#: Nodes of a tree in which nothing is seen: the step, and what runs it.
+#: A tree with at most this many nodes shows no modules: only the step and what runs it.
 UNSEEN = 3
 
 
@@ -24,7 +24,7 @@ class Change:
 
     @property
     def difference(self) -> float:
-        """What it gained, below zero, or lost."""
+        """After minus before in µs: below zero is faster."""
         return (self.after or 0.0) - (self.before or 0.0)
 
     @property
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One phase of two sessions."""
+    """The changes of one phase between two sessions."""
 
     phase: str
     modules: tuple[Change, ...]
@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare(before: Session, after: Session) -> list[Comparison]:
-    """Every phase that both have."""
+    """Compare every phase that both have."""
     names = [p.name for p in before.phases if p.name in {q.name for q in after.phases}]
     if not names:
         raise ConfigError("the two profiles have no phase in common: record both with --phase both")
@@ -82,7 +82,7 @@ def _modules(before: Phase, after: Phase) -> list[Change]:
 
 
 def _merged_order(first: list[ModulePath], second: list[ModulePath]) -> list[ModulePath]:
-    """Paths of both trees, what only the second has behind its siblings."""
+    """Return the paths of both trees; those of the second alone are inserted after their siblings."""
     order = list(first)
     for path in second:
         if path not in first:

@@ -1,5 +1,5 @@
-"""What a recorder saw becomes the rows of a phase: every moment of a step belongs to one module, every kernel to the
-module that launched it. Knows no torch, so recorded and made-up events are treated alike.
+"""Turns recorded events into the rows of a phase: every moment of a step belongs to one module, every kernel to the
+module that launched it. Needs no torch, and treats recorded and synthetic events alike.
 
 On a GPU a step lasts from the end of the last kernel of the step before to the end of its own last kernel; the first of
 a generation begins when the host begins it, so what lies between two generations belongs to none. The time before a
@@ -21,11 +21,11 @@ from warpline.profile.classify import classify
 from warpline.profile.names import common
 from warpline.profile.session import KernelRow, Launches, ModulePath, Moment, SpanRow
 
-#: Steps that the timeline shows, and moments that it has at most.
+#: Steps shown on the timeline, and the most moments it has.
 TRACE_STEPS, MOST_MOMENTS = 2, 4000
-#: µs below which an operator of the host is not worth a place there: views and their like.
+#: µs below which a host operator is left out of the timeline: mostly views.
 SHORTEST = 5.0
-#: What torch calls attention when it is one operator: it is a step of its own wherever it is met inside attention.
+#: torch's fused attention operators: inside attention, each counts as a step of its own.
 FUSED_OPS = ("aten::scaled_dot_product_attention",)
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
@@ -45,24 +45,24 @@ class Event:
 
     @property
     def end(self) -> float:
-        """When it ended."""
+        """When it ended, in µs."""
         return self.start + self.us
 
 
-#: For the kernels of a step, by name and in order, the module of each; None where it cannot tell.
+#: Maps the names of a step's kernels, in order, to the module of each; None where it cannot tell.
 Sequencer = Callable[[Sequence[str]], "list[ModulePath | None]"]
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """What a phase has of its events."""
+    """The rows of a phase, made from its events."""
 
     steps: tuple[float, ...]  # µs of each
     spans: tuple[SpanRow, ...]
     kernels: tuple[KernelRow, ...]
     launches: Launches
     timeline: tuple[Moment, ...]
-    unplaced: int  # kernels, of all steps, of which nobody knows the module
+    unplaced: int  # kernels, of all steps, whose module is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class _Sums:
 def aggregate(
     events: Sequence[Event], *, expected: int, skip: int = 0, on_gpu: bool, sequencer: Sequencer | None = None
 ) -> Aggregate:
-    """The rows of the steps that begin at marks, without the first `skip`. That there are as many as `expected` is
-    checked: times divided by another number would be wrong and look right."""
+    """Return the rows of the steps that begin at marks, without the first `skip`. Raise unless there are `expected`
+    steps: times divided by another number would be wrong and look right."""
     steps = _Steps(events)
     if steps.count != expected:
         raise ConfigError(
@@ -98,7 +98,7 @@ def aggregate(
 
 
 class _Steps:
-    """When the host was in which step: from its mark to the next, or to the end of its generation."""
+    """The host's steps: each lasts from its mark to the next mark, or to the end of its generation."""
 
     def __init__(self, events: Sequence[Event]):
         found = sorted((e.start, e.kind) for e in events if e.kind in ("mark", "end"))
@@ -124,18 +124,18 @@ class _Steps:
         return len(self.begins)
 
     def at(self, time: float) -> int | None:
-        """The step's number; None between two generations."""
+        """Return the number of the step at this time; None between two generations."""
         edge = bisect.bisect_right(self.edges, time) - 1
         return self._numbers[edge] if edge >= 0 else None
 
     def counts(self, time: float, skip: int) -> bool:
-        """Whether this is in a step that is counted."""
+        """Whether this time lies in a step that is counted."""
         step = self.at(time)
         return step is not None and step >= skip
 
 
 class _Host:
-    """Which module the host was in at any time."""
+    """The module in which the host was at any time."""
 
     def __init__(self, events: Sequence[Event], bounds: Sequence[float]):
         spans = [event for event in events if event.kind == "span"]
@@ -159,7 +159,7 @@ class _Host:
 
 
 def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]:
-    """Every moment's module. Between two spans it is the module that has both; at the edge of a step it is the step."""
+    """Return every moment's module. Between two spans it is their common ancestor, at the edge of a step ()."""
     edges: list[tuple[float, int, ModulePath]] = [(at, 1, ()) for at in bounds]
     for span in spans:
         edges += [(span.start, 2, span.path), (span.end, 0, span.path)]
@@ -167,7 +167,7 @@ def _segments(spans: Sequence[Event], bounds: Sequence[float]) -> list[_Segment]
     found: list[_Segment] = []
     open_spans: list[ModulePath] = []
     last: ModulePath = ()
-    waiting: int | None = None  # the segment behind a span whose module is known when the next one begins
+    waiting: int | None = None  # the segment after a span; its module is known when the next span begins
     for at, kind, path in edges:
         if kind == 1:
             waiting, last, open_spans = None, (), []
@@ -207,7 +207,7 @@ def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int, sequ
         entry.busy += us
         entry.gap += op.us
         entry.calls += 1
-    for entry in sums.values():  # clocks are read a little apart: nobody waits a negative time
+    for entry in sums.values():  # clocks are read slightly apart, so a gap can seem negative
         if entry.gap < 0:
             entry.busy, entry.gap = entry.busy + entry.gap, 0.0
     lasted = [(begin, end - begin) for begin, end in zip(steps.begins, steps.ends, strict=True)][skip:]
@@ -224,12 +224,13 @@ def _of_cpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int, sequ
 def _op_places(
     ops: Sequence[Event], host: _Host, steps: _Steps, sequencer: Sequencer | None
 ) -> list[ModulePath | None]:
-    """The module of each operator: where the host was, or, of compiled code, by its place in the step. Only outermost
-    operators of a known class are placed so; those inside go with them, and what surrounds them all is the step's."""
+    """Return the module of each operator: where the host was, or for compiled code by its position in the step. Only
+    outermost operators of a known class are placed so; operators inside share the module, those around are the
+    step's."""
     if sequencer is None:
         return [host.at(op.start) for op in ops]
     found: list[ModulePath | None] = [()] * len(ops)
-    outer: dict[int, int] = {}  # of each operator that is inside another or placed itself, the one that is placed
+    outer: dict[int, int] = {}  # for each placed operator and those inside: the placed one
     by_step: dict[int | None, list[int]] = defaultdict(list)
     last: int | None = None
     for i in sorted(range(len(ops)), key=lambda i: (ops[i].start, -ops[i].us)):
@@ -247,7 +248,7 @@ def _op_places(
 
 
 def _self_times(ops: Sequence[Event]) -> list[float]:
-    """Of each operator, what those that it calls do not account for."""
+    """Return the time of each operator without the operators it calls."""
     own = [op.us for op in ops]
     stack: list[int] = []
     for i in sorted(range(len(ops)), key=lambda i: (ops[i].start, -ops[i].us)):
@@ -308,9 +309,9 @@ def _of_gpu(events: Sequence[Event], host: _Host, steps: _Steps, skip: int, sequ
 
 
 def _by_step(events: Sequence[Event], launches: dict[int, Event], steps: _Steps) -> list[list[Event]]:
-    """The kernels of each step, in the order in which they ran: a kernel belongs to the step in which the host launched
-    it, however late it ran. One whose launch was not seen belongs where the one before it does; where no launches are
-    seen at all, marks are on the GPU's clock."""
+    """Return the kernels of each step, in the order in which they ran. A kernel belongs to the step in which the host
+    launched it, however late it ran; without a recorded launch, to the step of the kernel before it. If no launches
+    were recorded at all, marks are on the GPU's clock."""
     found: list[list[Event]] = [[] for _ in range(steps.count)]
     step: int | None = None
     for kernel in sorted((e for e in events if e.kind == "kernel"), key=lambda e: e.start):
@@ -327,7 +328,7 @@ def _by_step(events: Sequence[Event], launches: dict[int, Event], steps: _Steps)
 def _places(
     kernels: Sequence[Event], host: _Host, launches: dict[int, Event], sequencer: Sequencer | None
 ) -> list[ModulePath | None]:
-    """The module of each: as the event says itself, as the schedule has it, or where the host was at its launch."""
+    """Return each kernel's module: its own path, else by the sequencer, else where the host was at its launch."""
     if all(kernel.path for kernel in kernels):
         return [kernel.path for kernel in kernels]
     if sequencer is not None:
@@ -343,7 +344,7 @@ def _places(
 
 
 def _rows(sums: dict[ModulePath, _Sums], count: int) -> tuple[SpanRow, ...]:
-    ordered = sums.items()  # modules as they were first met
+    ordered = sums.items()  # in the order in which modules were first met
     return tuple(
         SpanRow(path, s.busy / count, s.gap / count, s.calls / count) for path, s in ordered if s.busy or s.gap
     )
@@ -362,8 +363,8 @@ def _timeline(
     steps: _Steps,
     skip: int,
 ) -> tuple[Moment, ...]:
-    """The first steps that count, from zero on: what the host did for them and what the GPU ran of them, which may be
-    long after. As many whole steps as there is room for; of one that is longer than that, its beginning."""
+    """Return the moments of the first counted steps, from zero on: the host's work for them and the GPU's, which may
+    come long after. As many whole steps as there is room for; of a longer first step, its beginning."""
     found: list[Moment] = []
     for index, own in enumerate(gpu[:TRACE_STEPS]):
         begin, us = lasted[index]

@@ -1,7 +1,7 @@
-"""What a watched method tells becomes marks and spans: where its steps begin, and which module the host is in.
+"""Turns what a watched method reports into marks and spans: where its steps begin, and which module the host is in.
 
-Methods say themselves what happens (`Method.watch`); here it gets its place. Where kernels are launched by a table or
-from a graph of it, that table tells the modules; where only products are seen, their order does.
+Methods report their steps and parts themselves (`Method.watch`); this module adds the paths. Where kernels are launched
+from an op table, or a graph of it, that table gives their modules; elsewhere the order of the products may do so.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from warpline.profile.order import begins_product, by_products
 from warpline.profile.session import ModulePath
 
 Mark = Callable[[], None]
-#: Enters a module and leaves it again.
+#: Returns the context of a module.
 Span = Callable[[ModulePath], AbstractContextManager[object]]
 
 
 def reason_against(method: type[Method]) -> str | None:
-    """Why a method cannot be looked into, if it cannot."""
+    """Return why a method cannot be profiled; None if it can."""
     return f"{method.title} {method.unseen}" if method.watch is Method.watch else None
 
 
 def naming_loops(method: type[Method]) -> AbstractContextManager[object]:
-    """While this is open, what torch compiles for a CPU has its loops recorded by name."""
+    """Record the loops that torch compiles for a CPU by name while the context is open."""
     if not method.compiled:
         return nullcontext()
     from torch._inductor import config
@@ -39,7 +39,7 @@ def naming_loops(method: type[Method]) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A watcher that gives everything its path."""
+    """A watcher that turns steps and modules into paths."""
 
     mark: Mark
     span: Span
@@ -56,7 +56,7 @@ class _Placed:
 
 
 def watched(method: Method, mark: Mark, span: Span) -> AbstractContextManager[object]:
-    """While this is open, `mark` is called before each step and `span` entered around each module."""
+    """Call `mark` before each step and enter `span` around each module while the context is open."""
     return method.watch(_Placed(mark, span))
 
 
@@ -68,8 +68,8 @@ _CROSSINGS = ("Memcpy", "Memset", "warpline_admit", "warpline_report")
 
 
 def sequencer_of(method: Method, phase: str) -> Sequencer | None:
-    """For executors that launch by a table or from a graph of it: which module each kernel of a step belongs to. For
-    methods that show nothing else: by the order of their products, on a CPU too."""
+    """Return the function that places the kernels of a step: by the op table for executors that have one, by the order
+    of products for methods that show nothing else, also on a CPU. None if there is neither."""
     if method.by_order:
         layers = method.case.windowed(method.weights.config).n_layer
         return lambda names: by_products(names, layers)
@@ -81,10 +81,9 @@ def sequencer_of(method: Method, phase: str) -> Sequencer | None:
 
 
 def placed(names: Sequence[str], ops: Sequence[Op]) -> list[ModulePath | None]:
-    """The modules of the kernels `names`, which ran in the order of `ops`. Ours are called like their op. Kernels of
-    other names are a library's: they belong to the ops between ours, a product beginning each; where that does not come
-    out even, they have no place. What crosses between host and device, and what runs where no op is left, is the step's
-    own."""
+    """Return the modules of the kernels `names`, which ran in the order of `ops`. Our kernels are named like their op.
+    Others belong to a library: they are given to the ops between ours, each beginning with a product; where the counts
+    differ, they get None. Copies between host and device, and kernels where no op is left, belong to the step."""
     copies = [name.startswith(_CROSSINGS) for name in names]
     found: list[ModulePath | None] = []
     foreign: list[str] = []

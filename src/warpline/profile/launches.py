@@ -1,5 +1,4 @@
-"""Who waits for whom: how busy the device is, how long the gaps, and what a step would take without them. Knows no
-torch."""
+"""How busy the device is, how long its gaps are, and what a step would take without them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from warpline.profile.session import ModulePath, Phase, Session
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Of one step."""
+    """Launches, kernels and gaps of one step."""
 
     step_us: float
     busy_us: float
@@ -24,12 +23,12 @@ class Overhead:
 
     @property
     def busy_share(self) -> float:
-        """How much of the time something is computed."""
+        """Share of the time in which something is computed."""
         return self.busy_us / self.step_us
 
 
 def overhead(phase: Phase) -> Overhead:
-    """A phase's launches and gaps."""
+    """Return a phase's launches and gaps."""
     count = phase.launches.count
     each = phase.launches.host_us / count if count and phase.launches.host_us else None
     return Overhead(phase.step_us, phase.busy_us, phase.gap_us, count, phase.launches.kernels, each)
@@ -50,7 +49,7 @@ class KernelLine:
 
 
 def kernel_table(session: Session, phase: Phase) -> list[KernelLine]:
-    """Every kernel and the module it belongs to, layers merged, the longest first. Shares are of the busy time."""
+    """Return every kernel with its module, layers merged, the longest first. Shares are of the busy time."""
     groups: dict[tuple[str, ModulePath], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for row in phase.kernels:
         entry = groups[row.name, merged(row.path)]

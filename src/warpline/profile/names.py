@@ -1,5 +1,5 @@
-"""Names of modules: from the steps of our model, from those of `transformers`, from the ops of a schedule and from the
-stamps of the persistent kernel to one kind of path. Knows no torch."""
+"""Paths of modules, from four kinds of names: steps of our model, modules of `transformers`, ops of a schedule, and
+stamps of the persistent kernel. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from warpline.profile.session import ModulePath
 ATTENTION, MLP = "attention", "MLP"
 #: All blocks together, where layers are merged.
 BLOCKS = "transformer blocks"
-#: What joins the names of steps that one kernel does, and the name of one that does all.
+#: Separates the steps in the name of a kernel that does several; the name of a kernel that does all.
 PLUS, WHOLE = " + ", "whole model"
 
 _SCOPES: dict[str, ModulePath] = {"block": (), "attention": (ATTENTION,), "mlp": (MLP,)}
 _BY_NAME = {step.name: step for step in p.OPS}
 
-#: Modules of transformers' GPT-2 by their names behind "transformer." and "h.3.".
+#: Modules of transformers' GPT-2, named without "transformer." and "h.3.".
 _HF_MODEL = {"wte": p.EMBEDDING, "wpe": p.POSITION, "ln_f": p.LN_F, "lm_head": p.LM_HEAD}
 _HF_BLOCK: dict[str, p.ModelOp | ModulePath] = {
     "ln_1": p.LN_1,
@@ -35,27 +35,27 @@ _HF_BLOCK: dict[str, p.ModelOp | ModulePath] = {
 
 
 def path_of(step: p.ModelOp, layer: int | None) -> ModulePath:
-    """Where a step of the model stands."""
+    """Return the path of a step of the model; `layer` is None outside the blocks."""
     if layer is None:
         return (step.name,)
     return (f"h.{layer}", *_SCOPES[step.scope], step.name)
 
 
 def fused(layer: int | None, *steps: p.ModelOp) -> ModulePath:
-    """Where a kernel stands that does several steps: where its first product is, or else the first of all."""
+    """Return the path of a kernel that does several steps: that of its first product, or else of its first step."""
     home = next((step for step in steps if step.scope in ("attention", "mlp")), steps[0])
     return (*path_of(home, layer)[:-1], PLUS.join(step.name for step in steps))
 
 
 def steps_of(name: str) -> list[p.ModelOp]:
-    """The priced steps that a leaf's name says it does."""
+    """Return the priced steps in a leaf's name."""
     if name == WHOLE:
         return list(p.OPS)
     return [_BY_NAME[part] for part in name.split(PLUS) if part in _BY_NAME]
 
 
 def hf_path(name: str) -> ModulePath | None:
-    """The path of a module that transformers calls `name`, or None where it has no place of its own."""
+    """Return the path of the transformers module `name`, or None where it has no counterpart here."""
     inner = name.removeprefix("transformer.")
     if found := re.fullmatch(r"h\.(\d+)(?:\.(.+))?", inner):
         layer, rest = int(found[1]), found[2]
@@ -71,7 +71,7 @@ def hf_path(name: str) -> ModulePath | None:
 
 # --- ops of a schedule ------------------------------------------------------------------------------------------------
 
-#: Ops that are known by what they do, wherever they stand.
+#: Ops whose steps follow from their name alone.
 _BY_OP: dict[str, tuple[p.ModelOp, ...]] = {
     "newest_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "prompt_embedding": (p.EMBEDDING, p.POSITION, p.ADD),
@@ -81,7 +81,7 @@ _BY_OP: dict[str, tuple[p.ModelOp, ...]] = {
     "quantise_kv": (p.KV_CACHE,),
     "prompt_attention_int8": (p.FUSED_ATTENTION,),
     "head_argmax": (p.LN_F, p.LM_HEAD),
-    "row_statistics": (p.LN_1,),  # of the first block: later ones are left by products
+    "row_statistics": (p.LN_1,),  # of the first block: products leave those of later blocks
 }
 _PRODUCTS = {
     "attn.c_attn": p.QKV_PROJECTION,
@@ -92,14 +92,14 @@ _PRODUCTS = {
     "wte": p.LM_HEAD,
     "padded_head": p.LM_HEAD,
 }
-#: What a module's matrix may be called behind its name.
+#: Parts of a parameter's name that follow the module and denote its matrix.
 _MATRIX_PARTS = ("weight", "tiles", "expanded")
 _NORMS = {"ln_1": p.LN_1, "ln_2": p.LN_2, "ln_f": p.LN_F}
 
 
 def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath:
-    """Where an op of the catalog stands, by its name and the parameters that it reads. A LayerNorm that is done behind
-    a residual is the next module's, but its kernel runs with the residual and is counted there."""
+    """Return the path of an op of the catalog, from its name and the parameters that it reads. A LayerNorm fused with a
+    residual belongs to the next module, but it is counted with the residual, where its kernel runs."""
     op = op.removesuffix(CODED)
     if op in _BY_OP:
         return fused(0 if op == "row_statistics" else layer, *_BY_OP[op])
@@ -112,12 +112,12 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
     products = [_PRODUCTS[m] for m in short if m in _PRODUCTS]
     if op == "residual_layernorm":
         residual = p.RESIDUAL_1 if norms[0] is p.LN_2 else p.RESIDUAL_2
-        if norms[0] is p.LN_1 and found:  # the next block's, behind this one's residual
+        if norms[0] is p.LN_1 and found:  # the LayerNorm is the next block's, the residual this one's
             layer = int(found[0].split(".")[1]) - 1
         return fused(layer, residual, *norms)
     steps: list[p.ModelOp] = [*norms, *products]
     if not steps:
-        return (op.replace("_", " "),)  # sample, append token: what no step of the model is
+        return (op.replace("_", " "),)  # sample, append token: not a step of the model
     if op.endswith("_gelu"):
         steps.append(p.ACTIVATION)
     if op.endswith("_residual"):
@@ -127,7 +127,7 @@ def op_path(op: str, parameters: Sequence[str], layer: int | None) -> ModulePath
 
 # --- clocks of the persistent kernel and of the cpu executor ----------------------------------------------------------
 
-#: A stage that gathers rows stands with the product that follows, whose weights arrive in the meantime.
+#: The stage that gathers rows is counted with the product that follows, because its weights arrive in the meantime.
 _STAGES: dict[str, tuple[p.ModelOp, ...]] = {
     "embedding": (p.EMBEDDING, p.POSITION, p.ADD),
     "ln_1": (p.LN_1, p.QKV_PROJECTION),
@@ -144,16 +144,15 @@ _STAGES: dict[str, tuple[p.ModelOp, ...]] = {
 
 
 def stamp_path(stamp: str, layer: int | None, *, apart: bool = False) -> ModulePath:
-    """Where the time before a clock was read belongs: "out: heads gathered" in layer 3 is
-    h.3 / attention / output projection + residual 1 / heads gathered. `apart`: keys and values have a stage of their
-    own."""
+    """Return the path of the time before a stamp: "out: heads gathered" in layer 3 is h.3 / attention / output
+    projection + residual 1 / heads gathered. `apart`: keys and values are stored in a stage of their own."""
     stage, _, doing = stamp.partition(": ")
     steps = (p.FUSED_ATTENTION,) if apart and stage == "attention" else _STAGES.get(stage)
     return (stage, doing) if steps is None else (*fused(layer, *steps), doing)
 
 
 def common(a: ModulePath, b: ModulePath) -> ModulePath:
-    """The module that has both, the step itself at last."""
+    """Return the innermost module that contains both; () is the step itself."""
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:
         same += 1
@@ -161,5 +160,5 @@ def common(a: ModulePath, b: ModulePath) -> ModulePath:
 
 
 def merged(path: ModulePath) -> ModulePath:
-    """The path with its layer's number taken out."""
+    """Return the path with the layer's number replaced by `BLOCKS`."""
     return (BLOCKS, *path[1:]) if path and re.fullmatch(r"h\.\d+", path[0]) else path

@@ -1,5 +1,5 @@
-"""Measured time beside what bytes and FLOPs would take: the cost model joined with the tree. Time is what something was
-computed in; what a module waited before stands beside it. Knows no torch."""
+"""Compares measured times with what bytes and FLOPs need: the cost model joined with the tree. A module's time is the
+time it computed; the time it waited before that is separate. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warpline.profile.classify import classify
 from warpline.profile.names import ATTENTION, BLOCKS, MLP, PLUS, WHOLE, steps_of
 from warpline.profile.session import ModulePath, Phase, Session
 
-#: What takes more than so many times what its bytes and FLOPs need is bound by neither.
+#: A module that takes more than this many times its roof's time is bound neither by bytes nor by FLOPs.
 LATENCY = 4.0
 _SCOPES: dict[str, ModulePath] = {
     "model": (),
@@ -27,7 +27,7 @@ _SCOPES: dict[str, ModulePath] = {
 
 @dataclass(frozen=True, slots=True)
 class Roofs:
-    """What a device can do."""
+    """What a device can do: GB/s of reading, TFLOP/s of products."""
 
     name: str
     read_gb_s: float
@@ -35,15 +35,15 @@ class Roofs:
     measured: bool
 
     def us(self, moved: float, flops: float) -> float:
-        """The least time for so much."""
+        """Return the least µs for so many bytes and FLOPs."""
         return max(self.bytes_us(moved), self.flops_us(flops))
 
     def bytes_us(self, moved: float) -> float:
-        """For the bytes alone."""
+        """Return the µs for the bytes alone."""
         return moved / self.read_gb_s / 1e3
 
     def flops_us(self, flops: float) -> float:
-        """For the FLOPs alone."""
+        """Return the µs for the FLOPs alone."""
         return flops / self.tflop_s / 1e6
 
 
@@ -57,16 +57,16 @@ class Point:
     bytes: int
     flops: int
     roof_us: float
-    by_bytes: bool  # which of the two roofs is the nearer
+    by_bytes: bool  # whether the bytes' roof is the nearer one
 
     @property
     def gb_s(self) -> float:
-        """Bytes over time."""
+        """GB/s: bytes over time."""
         return self.bytes / self.us / 1e3
 
     @property
     def tflop_s(self) -> float:
-        """FLOPs over time."""
+        """TFLOP/s: FLOPs over time."""
         return self.flops / self.us / 1e6
 
     @property
@@ -76,24 +76,24 @@ class Point:
 
     @property
     def share(self) -> float:
-        """Of the roof, while it computes: above 1 where what it reads was in a cache."""
+        """Share of the roof while it computes; above 1 where it read from a cache."""
         return self.roof_us / self.us
 
     @property
     def bound(self) -> str:
-        """By what: the memory, the arithmetic, or neither."""
+        """The limit: "memory", "compute", or "latency" where it is neither."""
         if self.us > LATENCY * self.roof_us:
             return "latency"
         return "memory" if self.by_bytes else "compute"
 
 
 def roofs(session: Session) -> Roofs:
-    """As measured when the session was recorded."""
+    """Return the roofs measured when the session was recorded."""
     return Roofs(session.device, session.read_gb_s, session.product_tflop_s, measured=True)
 
 
 def other_roofs(gpu: str, dtype: str) -> Roofs:
-    """A card's datasheet."""
+    """Return the roofs of a GPU from its datasheet."""
     device = hardware.known_gpu(gpu)
     if device is None or device.spec_bandwidth is None:
         names = ", ".join(one.name for one in hardware.KNOWN_GPUS)
@@ -106,14 +106,14 @@ def other_roofs(gpu: str, dtype: str) -> Roofs:
 
 
 def points(session: Session, phase: Phase, of: Roofs | None = None) -> list[Point]:
-    """Every module that has a price, in the order of the step. What a module does itself has the price of those of its
-    steps that are not seen apart."""
+    """Return every module that has a price, in the order of the step. A module's own time is priced with those of its
+    steps that were not seen separately."""
     limits = of or roofs(session)
     left = {price.step: price for price in cost.costs(session.workload(phase))}
     found: list[Point] = []
     root = tree.build(phase)
     leaves = [node for _, node in root.walk() if node.name != tree.SELF]
-    for node in leaves:  # the topmost that names steps: what it has below are parts of these
+    for node in leaves:  # the topmost node that names steps counts: nodes below it are parts of these
         steps = [step for step in steps_of(node.name) if step in left] if node.path else []
         if steps and node.busy_us > 0:
             found.append(_point(node.name, node.busy_us, node.gap_us, [left.pop(step) for step in steps], limits))
@@ -128,12 +128,12 @@ def points(session: Session, phase: Phase, of: Roofs | None = None) -> list[Poin
 
 
 def _absent(step: p.ModelOp, phase: Phase) -> bool:
-    """Without a cache nothing is stored in one."""
+    """Whether the step does not happen in this phase: without a KV cache nothing is stored in one."""
     return step is p.KV_CACHE and phase.work.naive
 
 
 def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
-    """The step: weights and KV cache once, activations left out, because they need not leave the chip."""
+    """Return the point of the whole step: weights and KV cache once, no activations, which can stay on the chip."""
     limits, work = of or roofs(session), session.workload(phase)
     moved, flops = cost.total_bytes(work), cost.total_flops(work)
     return Point(
@@ -148,7 +148,7 @@ def whole(session: Session, phase: Phase, of: Roofs | None = None) -> Point:
 
 
 def _point(name: str, us: float, wait_us: float, prices: list[cost.StepCost], limits: Roofs) -> Point:
-    """Steps that one kernel does keep what they hand over on the chip: the first reads, the last writes."""
+    """Price a module. Steps fused into one kernel keep activations on the chip: only the largest counts."""
     moved = sum(price.weight_bytes + price.kv_bytes for price in prices)
     flops = sum(price.flops for price in prices)
     activations = [price.activation_bytes for price in prices]
@@ -158,7 +158,7 @@ def _point(name: str, us: float, wait_us: float, prices: list[cost.StepCost], li
 
 
 def class_bytes(session: Session, phase: Phase) -> dict[str, int]:
-    """Bytes that each class must move: a module's are of the class in which it spends most."""
+    """Return the bytes that each class must move: a module's bytes go to the class in which it spends most time."""
     sums: dict[str, int] = {}
     for point in points(session, phase):
         kinds: dict[str, float] = {}
@@ -173,7 +173,7 @@ def class_bytes(session: Session, phase: Phase) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A module on another card: at its roof, and, where bytes or FLOPs bind it here, as near to it as here."""
+    """A module on another GPU: µs at its roof, and where bytes or FLOPs bind it, µs at the same share of the roof."""
 
     name: str
     here_us: float
@@ -182,7 +182,7 @@ class Projection:
 
 
 def project(session: Session, phase: Phase, gpu: str) -> tuple[Roofs, list[Projection]]:
-    """The same work on another card, from its datasheet: nothing is measured."""
+    """Project the work onto another GPU from its datasheet; nothing is measured."""
     target = other_roofs(gpu, session.dtype)
     rows = []
     here = [*points(session, phase), whole(session, phase)]

@@ -1,4 +1,4 @@
-"""`Session`: what a profile found, in one JSON file that can be opened again and compared. Knows no torch."""
+"""`Session`: the result of a profile, in one JSON file that can be opened again and compared. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from warpline.model import cost
 
 SCHEMA = 2
 PHASES = ("prefill", "decode")
-#: Where a module's times come from, by the name that a phase gives: what it can show and what not.
+#: The sources of a module's times, by the name that a phase gives: what each can show and what not.
 SOURCES = {
     "kineto": "torch.profiler: modules by spans, kernels and launches by their correlation",
     "events": "CUDA events around every module, because CUPTI is not available: no single kernels",
     "stamps": "clocks read by the blocks of a kernel or the threads of a CPU, scaled to the time of their launch",
 }
-#: Tracks of a timeline: on a GPU a step is when its kernels run, which may be long after the host asked for them.
+#: Tracks of a timeline: on a GPU a step is when its kernels run, which may be long after the host launched them.
 TRACKS = ("step", "module", "host", "gpu")
 
 #: From the model down: ("h.3", "attention", "scores"); () is the step itself.
@@ -32,7 +32,7 @@ ModulePath = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class SpanRow:
-    """Time of one module that is none of its parts', in µs per step: computing, and waiting for that."""
+    """Time of one module without its parts, in µs per step: computing, and waiting before that."""
 
     path: ModulePath
     busy_us: float
@@ -41,14 +41,14 @@ class SpanRow:
 
     @property
     def us(self) -> float:
-        """Both."""
+        """Computing and waiting together, in µs."""
         return self.busy_us + self.gap_us
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
     """A kernel, or on a CPU an operator, of one module. Times are per step; `us` counts no moment twice where kernels
-    overlap, `duration_us` is what each took from its start to its end."""
+    overlap, `duration_us` is the sum of durations from start to end."""
 
     name: str
     path: ModulePath
@@ -59,17 +59,17 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """What the host did for one step."""
+    """The host's launches in one step."""
 
-    count: float = 0.0  # launches, of kernels, graphs and copies
-    host_us: float = 0.0  # inside these calls
-    graphs: float = 0.0  # of them, launches of whole graphs
-    kernels: float = 0.0  # what ran then
+    count: float = 0.0  # launches of kernels, graphs and copies
+    host_us: float = 0.0  # time inside these calls
+    graphs: float = 0.0  # launches of whole graphs among them
+    kernels: float = 0.0  # kernels that ran
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something on the timeline of a step or a few, µs from the first one's begin."""
+    """Something on the timeline of one or a few steps, in µs from the begin of the first."""
 
     track: str
     name: str
@@ -99,8 +99,8 @@ class Phase:
     step_us: float  # while it was recorded
     fastest_us: float
     slowest_us: float
-    plain_us: float  # of a step when nobody records
-    cpu_us: float | None = None  # the same of the cpu executor, where that would run here instead
+    plain_us: float  # of a step that is not recorded
+    cpu_us: float | None = None  # the same for the cpu executor, where that would be chosen instead
     work: Work
     spans: tuple[SpanRow, ...]
     kernels: tuple[KernelRow, ...] = ()
@@ -119,12 +119,12 @@ class Phase:
 
     @property
     def free_us(self) -> float:
-        """A step as it is when nobody records; noise may make the recorded one the faster, then that."""
+        """µs of a step without recording; noise can make the recorded step shorter, which then counts."""
         return min(self.step_us, self.plain_us)
 
     @property
     def free_busy_us(self) -> float:
-        """What it computes then: on a CPU recording makes operators longer too, but never longer than the step."""
+        """Computing time of such a step: on a CPU recording makes operators longer too, but not beyond the step."""
         return min(self.busy_us, self.free_us)
 
     @property
@@ -153,21 +153,21 @@ class Session:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The session in one line, as shown to users."""
         return f"{self.method}, {self.model} {self.dtype}, batch {self.batch}, context {self.context}"
 
     @property
     def device(self) -> str:
-        """The machine's name."""
+        """The name of the device."""
         return str(self.origin.get("device", "unknown device"))
 
     def phase(self, name: str) -> Phase:
-        """The phase called `name`; an error says which there are."""
+        """Return the phase called `name`; raise with the names there are if it is missing."""
         one_of(name, [phase.name for phase in self.phases], "phase")
         return next(phase for phase in self.phases if phase.name == name)
 
     def workload(self, phase: Phase, dtype: str | None = None) -> cost.Workload:
-        """What a step of the phase computes, as the cost model takes it."""
+        """Return what a step of the phase computes, as input of the cost model."""
         work = phase.work
         return cost.Workload(
             config=self.config,
@@ -186,7 +186,7 @@ class Session:
 
 
 def dumps(session: Session) -> str:
-    """The file: names and paths once, rows by their numbers."""
+    """Return the JSON text: each name and path is stored once, and rows refer to it by its number."""
     words: dict[Any, int] = {}
 
     def word(value: str | ModulePath) -> int:
@@ -219,18 +219,18 @@ def dumps(session: Session) -> str:
 
 
 def _rounded(moment: Moment) -> tuple[float, float]:
-    """Begin and duration to 10 ns. The end is rounded too, so that what ended inside another still does."""
+    """Return begin and duration rounded to 10 ns. The end is rounded too, so that nested moments stay nested."""
     start = round(moment.start, 2)
     return start, round(round(moment.start + moment.us, 2) - start, 2)
 
 
 def _short(value: float) -> float:
-    """Seven digits: more than any clock has."""
+    """Round to seven digits, more than any clock resolves."""
     return float(f"{value:.7g}")
 
 
 def loads(text: str, source: str = "the text") -> Session:
-    """A session from its file's text; whatever is wrong becomes one line that names `source`."""
+    """Parse a session from its file's text; any defect raises a ConfigError that names `source`."""
     foreign = f"{source} holds no profile: give a file that 'warpline profile --save' or '--session' wrote"
     try:
         raw = json.loads(text)
@@ -301,12 +301,12 @@ def _positive(value: Any) -> float:
 
 
 def save(session: Session, path: Path) -> None:
-    """Write the file, gzipped where its name ends so."""
+    """Write the session, gzipped if the name ends in .gz."""
     write(path, dumps(session) + "\n")
 
 
 def write(path: Path, text: str) -> None:
-    """Write any text, gzipped where the name ends in .gz; what prevents it is one line."""
+    """Write any text, gzipped if the name ends in .gz; raise a ConfigError if it cannot be written."""
     data = text.encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def write(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> Session:
-    """Open a file that `save` wrote."""
+    """Read a file that `save` wrote."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()

@@ -1,5 +1,5 @@
-"""Clocks of code that decodes many tokens in one launch or call, so that nothing outside can see its stages: the
-persistent kernel's blocks and the threads of the cpu executor write theirs at the end of every stage of every layer."""
+"""Clocks inside code that decodes many tokens in one launch or call, where stages cannot be seen from outside: the
+blocks of the persistent kernel and the threads of the cpu executor record one after every stage of every layer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RUNS = 5
 
 
 def kernel_name(path: ModulePath) -> str:
-    """What a stage is called among kernels."""
+    """Return the name of a stage in the table of kernels."""
     return f"{ENTRY}: {path[-1]}"
 
 
 def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) -> list[float]:
-    """µs of each of `count` stages, the mean of all blocks. Each block's clocks hold some tokens one behind the other,
-    of which the first only begins the measurement. A clock is compared with itself alone; cycles become µs because the
-    mean token is known to take `token_us`."""
+    """Return µs of each of `count` stages, the mean of all blocks. Each block's clocks hold several tokens one after
+    the other; the first one only begins the measurement. A clock is compared only with itself; cycles become µs because
+    the mean token is known to take `token_us`."""
     tokens = len(clocks[0]) // count
     if tokens < 2:
         raise ValueError("stamps of two tokens are needed: the first one's begin is not stamped")
@@ -39,7 +39,7 @@ def stage_times(clocks: Sequence[Sequence[int]], count: int, token_us: float) ->
 
 
 def decode_phase(stamped: Stamped, steps: int, plain_us: float | None, work: Work, *, track: str = "gpu") -> Phase:
-    """What the clocks say, in the time that launches took; `plain_us` is what a step takes that is not recorded."""
+    """Return the phase that the clocks show, in the time of the launches; `plain_us` is that of an unrecorded step."""
     modules, clocks = [stamp_path(*moment) for moment in stamped.moments], stamped.clocks.tolist()
     each = stage_times(clocks, len(modules), statistics.median(stamped.us))
     means = dict(zip(modules, each, strict=True))
@@ -49,8 +49,8 @@ def decode_phase(stamped: Stamped, steps: int, plain_us: float | None, work: Wor
 
 
 def prefill_phase(stamped: StampedPrompts, plain_us: float | None, work: Work) -> Phase:
-    """The same of passes over prompts; what is not in a call is Python's. A long prompt goes through the layers in
-    parts, whose times are added up."""
+    """Return the phase of passes over prompts; time outside of the calls is Python's. A long prompt goes through the
+    layers in parts; their times are added up."""
     means: dict[ModulePath, float] = {}
     for clocks, moments in stamped.calls:
         for moment, us in zip(moments, (clocks.diff(dim=1).double().mean(dim=0) / 1e3).tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""The tree of modules: model → block → attention or MLP → step. What a module does beside its parts is a leaf called
-[self], so that children always sum to their parent. Knows no torch."""
+"""The tree of modules: model → block → attention or MLP → step. What a module does outside its parts is a leaf called
+[self], so that children always sum to their parent. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpline.profile.names import ATTENTION, BLOCKS, MLP, merged
 from warpline.profile.session import ModulePath, Phase
 
 SELF = "[self]"
-#: What the four tables call what the checkpoint calls otherwise.
+#: Row names in the four tables, for steps that are named as in the checkpoint.
 ROW_NAMES = {
     "embedding": "token embedding",
     "position": "position embedding",
@@ -33,29 +33,29 @@ class Node:
 
     @property
     def us(self) -> float:
-        """All of it."""
+        """Computing and waiting together, in µs."""
         return self.busy_us + self.gap_us
 
     def share_of(self, whole: Node) -> float:
-        """Its part of another's time."""
+        """Return its share of another node's time."""
         return self.us / whole.us if whole.us else 0.0
 
     def find(self, *names: str) -> Node | None:
-        """A module below."""
+        """Return the node at this path below, or None."""
         node: Node | None = self
         for name in names:
             node = None if node is None else node.children.get(name)
         return node
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Node]]:
-        """Itself and what is below, each with its depth, in the order in which they ran."""
+        """Yield this node and all below, each with its depth, in the order in which they ran."""
         yield depth, self
         for child in self.children.values():
             yield from child.walk(depth + 1)
 
 
 def build(phase: Phase, *, merge: bool = True) -> Node:
-    """The tree of a phase, its layers merged or each apart."""
+    """Return the tree of a phase; `merge` combines all layers."""
     root = Node("step", ())
     own: dict[ModulePath, tuple[float, float]] = {}
     for row in phase.spans:
@@ -92,7 +92,7 @@ class Table:
 
 
 def tables(phase: Phase) -> list[Table]:
-    """The four tables: model, block, attention, MLP. Levels that nobody saw are left out."""
+    """Return the four tables: model, block, attention, MLP. Levels that were not recorded are left out."""
     root = build(phase)
     levels = {
         "model": root,

@@ -1,5 +1,5 @@
-"""The first bottleneck in plain English: every known remedy is priced with the cost model and the measured times, and
-the one that saves most is named. Knows no torch."""
+"""Names the first bottleneck in plain English: every known remedy is priced with the cost model and the measured times,
+and the one that saves most is named. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from warpline.profile.names import WHOLE
 from warpline.profile.roofline import Point, Roofs, points, roofs, whole
 from warpline.profile.session import KernelRow, Phase, Session
 
-#: From here on a step is at its limit, and only less work makes it faster.
+#: From this share of the limit on, only less work makes a step faster.
 AT_THE_LIMIT = 0.8
-#: Bottlenecks that are work which nobody needs: they count there too.
+#: Bottlenecks that are unnecessary work: they are named even at the limit.
 LESS_WORK = ("no KV cache", "another executor", "logits of all positions")
-#: µs below which a kernel is short, and how many of them to a step are many.
+#: µs below which a kernel is short, and how many short ones in a step are many.
 SHORT, MANY = 10.0, 16
-#: Steps of attention that are one when it is fused, and those that a kernel can do on its way.
+#: Steps that fused attention replaces, and steps that a neighbouring kernel can do as well.
 _PARTS = ("scores", "mask", "softmax", "values")
 _SMALL = ("ln_1", "ln_2", "ln_f", "residual 1", "residual 2", "activation", "QKV reshape", "output reshape", "add")
 
@@ -36,17 +36,17 @@ class Finding:
 
     @property
     def after_us(self) -> float:
-        """A step when it is done."""
+        """µs of a step with the remedy."""
         return self.step_us - self.saved_us
 
     @property
     def gain(self) -> float:
-        """How many times as fast."""
+        """How many times as fast the step becomes."""
         return self.step_us / max(self.after_us, 1e-9)
 
     @property
     def text(self) -> str:
-        """The paragraph."""
+        """The finding as a paragraph."""
         return (
             f"{self.cause} {self.remedy} At best that takes a step from {self.step_us:,.0f} to "
             f"{self.after_us:,.0f} µs ({self.gain:.2f}× as fast)."
@@ -54,7 +54,7 @@ class Finding:
 
 
 def findings(session: Session, phase: Phase) -> list[Finding]:
-    """Every remedy that would save something, the best first."""
+    """Return every remedy that would save something, the best first."""
     limits = roofs(session)
     priced = points(session, phase)
     found = [
@@ -74,7 +74,7 @@ def findings(session: Session, phase: Phase) -> list[Finding]:
 
 
 def verdict(session: Session, phase: Phase) -> str:
-    """A short paragraph: where the step stands, and what comes first."""
+    """Return a short paragraph: how near the step is to its limit, and the first remedy."""
     step = whole(session, phase)
     share = min(1.0, step.roof_us / phase.free_us)
     what = "memory" if step.by_bytes else "arithmetic"
@@ -105,13 +105,13 @@ def verdict(session: Session, phase: Phase) -> str:
 
 
 def _no_cache(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding]:
-    """The whole text again for every token."""
+    """Find that every token computes the whole text again."""
     work = session.workload(phase)
     if phase.name != "decode" or work.new == 1:
         return
     cached = cost.decode(session.config, session.dtype, batch=session.batch, context=work.new - 1)
     now, then = (limits.us(cost.total_bytes(w), cost.total_flops(w)) for w in (work, cached))
-    # Python and launches stay: what shrinks is what is computed, and no kernel shrinks below its own roof's ratio.
+    # The gaps stay: only computing shrinks, in the ratio of the two roofs.
     saved = phase.free_busy_us * (1 - then / now)
     yield Finding(
         "no KV cache",
@@ -124,7 +124,7 @@ def _no_cache(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding
 
 
 def _other_executor(phase: Phase) -> Iterator[Finding]:
-    """The executor that a CPU has for this, timed in the same run."""
+    """Find that the cpu executor, timed in the same run, is faster."""
     if phase.cpu_us is not None and phase.cpu_us < phase.free_us:
         yield Finding(
             "another executor",
@@ -136,7 +136,7 @@ def _other_executor(phase: Phase) -> Iterator[Finding]:
 
 
 def _all_logits(phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    """The LM head is the largest matrix, and one position of a sequence needs it."""
+    """Find that the LM head, the largest matrix, computes more than the last position of each sequence."""
     count = phase.work.logits
     for head in (point for point in priced if "LM head" in point.name and count > 1):
         spent = _computing(phase, head)
@@ -151,7 +151,7 @@ def _all_logits(phase: Phase, priced: list[Point]) -> Iterator[Finding]:
 
 
 def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
-    """What a step takes beside computing. Recording makes gaps longer, so they are taken from a step nobody records."""
+    """Find gaps. Recording makes them longer, so they are taken from an unrecorded step."""
     spent = overhead(phase)
     gaps = phase.free_us - phase.free_busy_us
     share = 100 * gaps / phase.free_us
@@ -171,7 +171,7 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
     between = f"gaps between {spent.kernels:,.0f} kernels ({spent.launches:,.1f} launches{each})."
     if not spent.kernels:
         between = "gaps between modules; those inside them were not seen."
-    counted = phase.launches  # besides a graph, or a few, only copies of what goes in
+    counted = phase.launches  # besides one or a few graphs, only copies of inputs
     who, captured = "The GPU waits for the host", counted.graphs and counted.kernels > 8 * counted.count
     if captured:
         who = "Though the step is a graph, the GPU waits for its launch and between its kernels"
@@ -197,7 +197,7 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
 
 
 def _exchanges(session: Session, phase: Phase) -> Iterator[Finding]:
-    """Stages of one launch in which blocks, or threads, wait for what others have computed. Weights go on arriving
+    """Find stages of one launch in which blocks or threads wait for the results of others. Weights keep arriving
     meanwhile, so a step without exchanges still takes what the memory needs."""
     count = sum(row.calls for row in _exchange_rows(phase))
     spent = sum(row.us for row in _exchange_rows(phase)) * _unrecorded(phase)
@@ -218,7 +218,7 @@ def _exchange_rows(phase: Phase) -> list[KernelRow]:
 
 
 def _short_kernels(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding]:
-    """Kernels that have hardly begun when they end: filling the GPU and draining it takes longer than the work."""
+    """Find many short kernels: filling and draining the GPU takes longer than their work."""
     if session.kind != "cuda" or phase.source != "kineto":
         return
     short = [row for row in phase.kernels if row.us < SHORT * row.calls]
@@ -240,7 +240,7 @@ def _short_kernels(session: Session, phase: Phase, limits: Roofs) -> Iterator[Fi
 
 
 def _attention(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    """Attention in one kernel, over a cache that it must read."""
+    """Find slow fused attention over a cache that it must read."""
     found = [point for point in priced if "fused attention" in point.name]
     if not found:
         return
@@ -282,7 +282,7 @@ def _fused(work: cost.Workload) -> cost.Workload:
 
 
 def _small_steps(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    """What a neighbour's kernel could do on its way, without a trip through memory."""
+    """Find small steps that a neighbour's kernel could do without another pass through memory."""
     small = [point for point in priced if point.name in _SMALL]
     spent = sum(_computing(phase, point) for point in small)
     if small:
@@ -300,7 +300,7 @@ def _small_steps(session: Session, phase: Phase, priced: list[Point]) -> Iterato
 
 
 def _computing(phase: Phase, point: Point) -> float:
-    """What a module computes when nobody records, without exchanges, which are another remedy's."""
+    """Return the computing µs of a module when unrecorded, without exchanges, which have a remedy of their own."""
     exchanged = sum(row.us for row in _exchange_rows(phase) if point.name in row.path)
     return (point.us - exchanged) * _unrecorded(phase)
 
@@ -310,7 +310,7 @@ def _unrecorded(phase: Phase) -> float:
 
 
 def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    words = ("rojection", "xpansion", WHOLE, *(("LM head",) if phase.work.logits == 1 else ()))  # else it does too much
+    words = ("rojection", "xpansion", WHOLE, *(("LM head",) if phase.work.logits == 1 else ()))  # else see _all_logits
     products = [p for p in priced if any(word in p.name for word in words)]
     if not products:
         return
@@ -338,7 +338,7 @@ def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Itera
 
 
 def _precision(session: Session, phase: Phase, priced: list[Point]) -> Iterator[Finding]:
-    """Half the bytes to a weight, on GPUs, which compute in half precision as fast as they read it."""
+    """Find fp32 weights on a GPU: half precision halves the bytes and computes as fast as it is read."""
     bound = [point for point in priced if point.bound == "memory"]
     if session.kind != "cuda" or session.dtype != "fp32" or not bound:
         return

@@ -1,5 +1,5 @@
-"""Past one process: the server as Ray Serve replicas (`deployment`), batches over files (`generate`), and what a number
-of replicas would give (`simulate`). Ray is imported when it is needed."""
+"""Runs beyond one process: the server as Ray Serve replicas (`deployment`), batches over files (`generate`), and what a
+number of replicas would give (`simulate`). Ray is imported only when it is needed."""
 
 from __future__ import annotations
 

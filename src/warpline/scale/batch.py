@@ -1,4 +1,4 @@
-"""Many prompts from a file into a file: in this process, or with Ray Data over replicas, with the same results."""
+"""Completes the prompts of a file into a file: in this process, or with Ray Data over replicas, with equal results."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Chunks that may be finished ahead of one that is not, so that a long text keeps nobody waiting.
+#: Chunks that may be finished ahead of an unfinished one, so that a long text does not stop the others.
 AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What became of a job."""
+    """The result of a job."""
 
     out: Path
-    errors: Path | None  # where the bad lines are, if there are any
+    errors: Path | None  # where the bad lines are; None if there are none
     lines: int
     good: int
     bad: int
     tokens: int  # of all texts
-    resumed: int  # lines that an earlier run had done
+    resumed: int  # lines that an earlier run had finished
     seconds: float  # of this run
 
 
@@ -72,10 +72,11 @@ def generate(
     """Complete every prompt of a JSONL or Parquet file, of a Ray dataset or of any iterable, and write the results to
     `out`, JSONL or Parquet by its name, in the order of the input.
 
-    A line has a prompt in `column` and, if it likes, settings of its own; or it is a request of OpenAI's batch format.
-    Its seed, if it has none, is that of `params` plus its place. Bad lines are reported beside the results.
-    A run that was interrupted goes on where it stood when the same is called again. With `replicas` (a number, or
-    "auto" for as many as fit) the work is Ray's, else this process does it.
+    A line has a prompt in `column` and perhaps settings of its own; or it is a request of OpenAI's batch format.
+    Without a seed of its own its seed is that of `params` plus its position. Bad lines are reported in a file beside
+    the results.
+    The same call continues a run that was interrupted. With `replicas` (a number, or "auto" for as many as fit) Ray
+    does the work, else this process.
     """
     began = time.perf_counter()
     out = Path(out)
@@ -110,7 +111,7 @@ def generate(
         with progress("Generating", sum(one.lines for one in left)) as advance:
             by_ray = replicas is not None
             made = _by_ray(left, arguments, count, ray_address, gpus) if by_ray else _here(left, arguments)
-            with closing(made):  # whatever ends it, replicas and threads end with it
+            with closing(made):  # replicas and threads end with it in any case
                 for done in made:
                     output.commit(done)
                     advance(done.lines)
@@ -138,7 +139,7 @@ def _count(replicas: int | str | None) -> int | None:
 
 
 def _chunk(asked: EngineConfig) -> int:
-    """Twice as many lines as run at once: with some chunks in hand, no slot is ever empty."""
+    """Return the lines per chunk: twice as many as run at once, so that a few chunks keep every slot busy."""
     import torch
 
     on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and torch.cuda.is_available())
@@ -146,13 +147,13 @@ def _chunk(asked: EngineConfig) -> int:
 
 
 def _resolved(model: str) -> str:
-    """Actors may have another working directory."""
+    """Return a path as absolute: actors may have another working directory."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
 
 
 def _source(data: Any, out: Path, column: str) -> Path:
-    """The file with the lines. What is no file is written to one first, so that a second run finds the same lines."""
+    """Return the file with the lines. Other data is written to a file first, where a second run finds it again."""
     if isinstance(data, str | Path):
         path = Path(data).resolve()
         if not path.is_file():
@@ -170,18 +171,18 @@ def _source(data: Any, out: Path, column: str) -> Path:
     return path.resolve()
 
 
-# --- who does it ------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------------------------
 
 
 def _here(left: list[Chunk], arguments: tuple[Any, ...]) -> Generator[Done, None, None]:
-    """In this process: a few chunks at once, which share the engine's running batch."""
+    """Run in this process: a few chunks at once, which share the engine's running batch."""
     if not left:
         return
     worker = Worker(*arguments)
     coming, todo = deque[Future[Done]](), deque(left)
     pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="warpline-batch")
     before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)  # the thread that drives the engine must not wait for one that makes lines
+    sys.setswitchinterval(SWITCH_SECONDS)  # the engine's thread must not wait for one that formats lines
     try:
         while coming or todo:
             while todo and len(coming) < AHEAD and sum(not one.done() for one in coming) < AT_ONCE:
@@ -207,7 +208,7 @@ def _wait_for_any(coming: Iterable[Future[Done]]) -> None:
 def _by_ray(
     left: list[Chunk], arguments: tuple[Any, ...], count: int | None, address: str | None, gpus: float | None
 ) -> Generator[Done, None, None]:
-    """By actors of Ray Data. One that dies is started again, and what it had in hand is given out anew."""
+    """Run on actors of Ray Data. An actor that dies is restarted, and its chunks are run again."""
     if not left:
         return
     model, engine, *rest = arguments

@@ -1,4 +1,4 @@
-"""Ray itself: imported here, connected here, and every way in which it is missing said in one line."""
+"""Connects to Ray, and is the only module that starts it; every way in which Ray can be missing is a clear error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 from warpline import hardware
 from warpline.errors import ConfigError, DeviceError
 
-#: Ray's own settings for a cluster that we start; whatever the environment says already stays.
-#: HAProxy speaks to the replicas' own HTTP servers, which costs 0.5 ms instead of the 4 ms of the proxy in Python. The
-#: app then runs in the event loop of that server, and a replica that leaves waits 2 s, not 30, for HAProxy to know it.
-#: Workers would run with a niceness of 15: behind everything else on the machine.
+#: Ray's settings for a cluster that we start; variables that the environment has already keep their values.
+#: HAProxy forwards to the replicas' own HTTP servers, which costs 0.5 ms instead of the 4 ms of the proxy in Python.
+#: The app then runs in that server's event loop, and a replica that ends waits 2 s, not 30, until HAProxy knows it.
+#: Ray would run workers with a niceness of 15: behind everything else on the machine.
 LOCAL_SETTINGS = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -31,7 +31,7 @@ LOCAL_SETTINGS = {
 }
 #: Bytes of a local cluster's object store: only prompts and texts pass through it.
 OBJECT_STORE = 256 << 20
-#: Seconds in which the head of a cluster must take a connection.
+#: Seconds within which the head of a cluster must accept a connection.
 CONNECT_SECONDS = 5.0
 
 
@@ -43,13 +43,13 @@ class Share:
     gpus: float
 
     def options(self) -> dict[str, float]:
-        """As Ray takes it."""
+        """Return the share as options of a Ray actor."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
 def require_ray(*, serve: bool = False) -> Any:
-    """The module `ray`."""
-    for name, value in LOCAL_SETTINGS.items():  # read when Ray is imported
+    """Return the module `ray`; raise if it, or the part that is needed, is not installed."""
+    for name, value in LOCAL_SETTINGS.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -65,9 +65,8 @@ def require_ray(*, serve: bool = False) -> Any:
 
 @contextmanager
 def connected(address: str | None, *, serve: bool = False, cpus: float | None = None) -> Iterator[Any]:
-    """Ray, connected to the cluster at `address` ("auto" finds one that runs here), or to one of our own on this
-    machine, with `cpus` cores (all of them if not given), that ends with the block. Where the caller has connected
-    already, that stays as it is."""
+    """Yield Ray, connected to the cluster at `address` ("auto" finds one on this machine), or to a local one with
+    `cpus` cores (None: all) that ends with the block. A connection that the caller already has is kept."""
     ray = require_ray(serve=serve)
     if ray.is_initialized():
         if address is not None:
@@ -104,12 +103,12 @@ def connected(address: str | None, *, serve: bool = False, cpus: float | None = 
 
 @contextmanager
 def _group_of_its_own() -> Iterator[None]:
-    """What is started meanwhile is no part of our group of processes: a terminal sends Ctrl-C to all of a group, and
-    replicas would end before they have drained."""
+    """Start child processes outside of our process group: a terminal sends Ctrl-C to a whole group, and replicas would
+    end before they have drained."""
     ours = os.getpgrp()
-    with subprocess.Popen(["sleep", "3600"], process_group=0) as other:  # a group lasts as long as somebody is in it
+    with subprocess.Popen(["sleep", "3600"], process_group=0) as other:  # a group exists as long as it has a member
         try:
-            with contextlib.suppress(PermissionError):  # who leads a session cannot leave, and has no terminal's group
+            with contextlib.suppress(PermissionError):  # a session leader cannot leave its group; it has no terminal's
                 os.setpgid(0, other.pid)
             yield
         finally:
@@ -119,7 +118,7 @@ def _group_of_its_own() -> Iterator[None]:
 
 
 def _require_reachable(address: str) -> None:
-    """Ray itself tries for a minute."""
+    """Raise soon if no cluster answers: Ray itself tries for a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address in ("auto", "local") or not host or not port.isdigit():
         return
@@ -134,7 +133,7 @@ def _require_reachable(address: str) -> None:
 
 
 def answers(head: str) -> bool:
-    """Whether the head of a cluster is there. Ray itself tries for a minute, and then ends the process."""
+    """Whether the head of a cluster answers. Ray itself tries for a minute, and then ends the process."""
     host, _, port = head.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
@@ -144,7 +143,7 @@ def answers(head: str) -> bool:
 
 
 def here() -> dict[str, float]:
-    """What this machine has, in Ray's words."""
+    """Return the resources of this machine under Ray's names."""
     import torch
 
     return {"CPU": float(hardware.threads()), "GPU": float(torch.cuda.device_count())}
@@ -153,7 +152,7 @@ def here() -> dict[str, float]:
 def share(
     device: str, threads: int | None, *, gpus: float | None, replicas: int | None, has: dict[str, float]
 ) -> Share:
-    """What each of `replicas` gets (None: as many as fit), of a cluster that `has` this."""
+    """Return the share of each of `replicas` (None: as many as fit) in a cluster with the resources `has`."""
     on_gpu = device.startswith("cuda") or (device == "auto" and has.get("GPU", 0) > 0)
     if gpus is not None and not on_gpu and gpus > 0:
         raise DeviceError(f"gpus={gpus:g} needs a GPU, and the replicas' device is a CPU: leave it out")
@@ -167,7 +166,7 @@ def share(
 
 
 def most(each: Share, has: dict[str, float]) -> int:
-    """Replicas that fit."""
+    """Return the number of replicas that fit."""
     fits = [
         has.get("CPU", 0.0) / each.cpus if each.cpus else None,
         has.get("GPU", 0.0) / each.gpus if each.gpus else None,
@@ -176,7 +175,7 @@ def most(each: Share, has: dict[str, float]) -> int:
 
 
 def require_room(replicas: int, each: Share, has: dict[str, float]) -> None:
-    """Ray would wait for ever."""
+    """Raise if the replicas do not fit: Ray would wait forever."""
     for name, one in (("GPU", each.gpus), ("CPU", each.cpus)):
         wanted, there = replicas * one, has.get(name, 0.0)
         if wanted > there + 1e-9:

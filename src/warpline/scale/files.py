@@ -1,5 +1,5 @@
-"""The files of a batch. Input: JSONL or Parquet, cut into chunks that can be read one by one. Output: lines in the
-order of the input, committed chunk by chunk, so that a job that was interrupted goes on where it stood."""
+"""Files of a batch. Input: JSONL or Parquet, split into chunks that can be read one by one. Output: lines in the order
+of the input, committed chunk by chunk, so that an interrupted job can continue."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Any, BinaryIO, NamedTuple
 
 from warpline.errors import ConfigError, DeviceError
 
-#: Bytes of the beginning and of the end of a file by which it is known again, beside its size.
+#: Bytes at the beginning and at the end of a file that identify it, together with its size.
 KNOWN_BY = 1 << 16
-#: Lines of a block of a Parquet file that is written.
+#: Lines per block when a Parquet file is written.
 BLOCK = 8192
 
 
 class Chunk(NamedTuple):
-    """Some lines, or rows, that are worked on together."""
+    """Some lines, or rows, that are processed together."""
 
     path: str
-    first: int  # number of its first line, from 1 on
+    first: int  # number of its first line, from 1
     lines: int
-    place: int  # the byte at which it begins, or the row in its group
+    place: int  # the byte where it begins, or the row in its group
     group: int  # -1 for JSONL
 
 
 class Done(NamedTuple):
-    """What came of a chunk: lines for the results, and lines for the errors."""
+    """The results of a chunk: lines for the output, and lines for the errors."""
 
     lines: int
     results: bytes
@@ -44,12 +44,12 @@ class Done(NamedTuple):
 
 
 def is_parquet(path: Path) -> bool:
-    """By its name."""
+    """Whether a file is Parquet, by its name."""
     return path.suffix.lower() in (".parquet", ".pq")
 
 
 def parquet() -> Any:
-    """The module that reads and writes it."""
+    """Return the module that reads and writes Parquet."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -58,7 +58,7 @@ def parquet() -> Any:
 
 
 def chunks(path: Path, size: int) -> Iterator[Chunk]:
-    """The whole file, `size` lines at a time."""
+    """Yield the whole file as chunks of `size` lines."""
     if is_parquet(path):
         first = 1
         with _parquet_file(path) as file:
@@ -81,13 +81,13 @@ def chunks(path: Path, size: int) -> Iterator[Chunk]:
 
 
 class Reader:
-    """Lines of chunks. Of a Parquet file it keeps the last group of rows."""
+    """Reads the lines of chunks. Of a Parquet file it keeps the last row group in memory."""
 
     def __init__(self) -> None:
         self._kept: tuple[str, int, Any] | None = None
 
     def lines(self, chunk: Chunk) -> list[bytes | dict[str, Any]]:
-        """Of one chunk."""
+        """Return the lines of one chunk."""
         if chunk.group < 0:
             try:
                 with open(chunk.path, "rb") as file:
@@ -116,7 +116,7 @@ def _parquet_file(path: Path) -> Any:
 
 
 def digest(path: Path) -> str:
-    """By which a file is known again."""
+    """Return a digest that identifies a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = file.read(KNOWN_BY)
@@ -126,18 +126,18 @@ def digest(path: Path) -> str:
 
 
 def beside(out: Path, what: str) -> Path:
-    """A file that belongs to an output."""
+    """Return the path of a file that belongs to an output."""
     return out.with_name(f"{out.name}.{what}")
 
 
 def errors_of(out: Path) -> Path:
-    """Where the bad lines of a job are reported."""
+    """Return the path of the file that reports the bad lines of a job."""
     return out.with_name(f"{out.stem}.errors.jsonl")
 
 
 class Output:
-    """The results of a job. Until it is complete they are in OUT.partial; OUT.progress says how much of that counts.
-    What was written behind that is cut off when the job goes on, and done again."""
+    """The results of a job. Until it is complete they are in OUT.partial; OUT.progress says how much of that is valid.
+    Whatever follows is cut off when the job continues, and computed again."""
 
     def __init__(self, out: Path, job: dict[str, Any]):
         self.out = out
@@ -164,7 +164,7 @@ class Output:
             raise
 
     def _begin(self, job: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-        job = json.loads(json.dumps(job))  # as the journal has it: lists for tuples
+        job = json.loads(json.dumps(job))  # as JSON stores it: tuples become lists
         self._journal.seek(0)
         known: list[dict[str, Any]] = []
         whole = 0
@@ -175,7 +175,7 @@ class Output:
             whole += len(line)
         begun, last = (known[0], known[-1]) if known else ({}, {})
         other = [name for name in job if name != "chunk" and begun.get(name) != job[name]]
-        if not known or (other and len(known) == 1):  # nothing was done for another job: it is forgotten
+        if not known or (other and len(known) == 1):  # a journal of another job without results is replaced
             self._journal.truncate(0)
             self._note(job)
             return job, (0, 0)
@@ -205,7 +205,7 @@ class Output:
         os.fsync(self._journal.fileno())
 
     def commit(self, done: Done) -> None:
-        """The next chunk, in the order of the input."""
+        """Append the next chunk, in the order of the input."""
         sizes = []
         for file, lines in zip(self._files, (done.results, done.errors), strict=True):
             if lines:
@@ -224,7 +224,7 @@ class Output:
         })  # fmt: skip
 
     def finish(self) -> None:
-        """All is done: the files get their names."""
+        """Give the files their final names after the last chunk."""
         for file in self._files:
             file.close()
         if is_parquet(self.out):
@@ -242,7 +242,7 @@ class Output:
         self.close()
 
     def close(self) -> None:
-        """Whatever has come stays, for the next run."""
+        """Close the files; what was committed is kept for the next run."""
         for file in (*self._files, self._journal):
             with contextlib.suppress(ValueError):  # closed already
                 file.close()
@@ -257,11 +257,11 @@ def _write_parquet(source: Path, made: Path) -> None:
         with source.open("rb") as file:
             while lines := list(itertools.islice(file, BLOCK)):
                 rows = [json.loads(line) for line in lines]
-                names = dict.fromkeys(name for row in rows for name in row)  # a table takes those of its first row
+                names = dict.fromkeys(name for row in rows for name in row)  # a table has the columns of its first row
                 yield [{name: row.get(name) for name in names} for row in rows]
 
     try:
-        # Fields may come and go from line to line; numbers may be whole or not.
+        # Fields may differ from line to line; numbers may be integers or not.
         schemas = {pyarrow.Table.from_pylist(block).schema for block in blocks()}
         schema = pyarrow.unify_schemas(list(schemas), promote_options="permissive") if schemas else pyarrow.schema([])
         with parquet().ParquetWriter(made, schema) as writer:

@@ -1,5 +1,5 @@
-"""What a line of a batch asks for, and the line that answers it. A line is a prompt, with settings and whatever else it
-has, or a request of OpenAI's batch format."""
+"""Parses a line of a batch and formats the line that answers it. A line is a prompt with settings and other fields, or
+a request of OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from typing import Any
 from warpline.config import SamplingParams
 from warpline.errors import ConfigError
 
-#: Settings that a line may have of its own, beside those of the whole job.
+#: Settings of the whole job that a line may override.
 SETTINGS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
     if name not in ("n", "logprobs", "max_new_tokens")  # one line, one text
 )
-#: What an answer adds to the fields of its line.
+#: Fields that an answer adds to those of its line.
 ADDED = ("line", "completion", "finish_reason", "prompt_tokens", "completion_tokens", "seed")
-#: Where OpenAI's requests go.
+#: The paths that OpenAI's requests may have.
 URLS = ("/v1/completions", "/v1/chat/completions")
-#: Characters of a bad line that its error shows, where it is no JSON.
+#: Most characters of a bad line that is not JSON in its error.
 SHOWN = 2000
 
 
 @dataclass(slots=True)
 class Plain:
-    """A prompt."""
+    """A line with a prompt."""
 
-    number: int  # of its line, from 1 on
+    number: int  # of its line, from 1
     fields: dict[str, Any]
     prompt: str | list[int]
     params: SamplingParams
 
     def answer(self, completion: str, reason: str, prompt_tokens: int, tokens: int) -> bytes:
-        """The line with its text."""
+        """Return the line with its completion."""
         added = (self.number, completion, reason, prompt_tokens, tokens, self.params.seed)
         return dumped({**self.fields, **dict(zip(ADDED, added, strict=True))})
 
 
 @dataclass(slots=True)
 class OpenAI:
-    """A request of OpenAI's batch format."""
+    """A line with a request of OpenAI's batch format."""
 
     number: int
     custom_id: str
@@ -51,7 +51,7 @@ class OpenAI:
     body: dict[str, Any]
 
     def answer(self, status: int, body: Any) -> bytes:
-        """As OpenAI's output files have it."""
+        """Return the line in the form of OpenAI's output files."""
         digest = hashlib.blake2b(f"{self.number} {self.custom_id}".encode("utf-8", "replace"), digest_size=12)
         response = {"status_code": status, "request_id": f"req_{digest.hexdigest()}", "body": body}
         answer = {"id": f"batch_req_{digest.hexdigest()}", "custom_id": self.custom_id}
@@ -59,7 +59,7 @@ class OpenAI:
 
 
 class BadLine(Exception):
-    """A line that cannot be answered, with the line for the file of errors."""
+    """A line that cannot be answered; `line` is what the file of errors gets."""
 
     def __init__(self, number: int, why: str, given: Any):
         super().__init__(why)
@@ -70,7 +70,7 @@ class BadLine(Exception):
 
 
 def dumped(found: Any) -> bytes:
-    """A line of JSON. Half of a surrogate pair, which is no text in UTF-8, stays as it was written."""
+    """Return a line of JSON. Half of a surrogate pair, which UTF-8 cannot encode, stays escaped."""
     try:
         return json.dumps(found, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -78,8 +78,8 @@ def dumped(found: Any) -> bytes:
 
 
 def read(number: int, raw: bytes | Mapping[str, Any], defaults: SamplingParams, column: str) -> Plain | OpenAI:
-    """What a line asks for. A line without a seed gets the job's plus its number: prompts that are repeated get texts
-    of their own, and whoever runs it, however often, gets the same."""
+    """Parse a line. Without a seed of its own it gets the job's plus its number: repeated prompts get different texts,
+    and every run of the job gives the same ones."""
     given: Any
     if isinstance(raw, bytes):
         try:
@@ -111,7 +111,7 @@ def _plain(number: int, given: dict[str, Any], defaults: SamplingParams, column:
     if taken:
         raise BadLine(number, f"'{taken[0]}' is the name of a result: rename the field", given)
     changes = {name: given[name] for name in SETTINGS if name != column and given.get(name) is not None}
-    if isinstance(biases := changes.get("logit_bias"), dict):  # JSON has texts for keys
+    if isinstance(biases := changes.get("logit_bias"), dict):  # keys in JSON are strings
         changes["logit_bias"] = {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
     try:
         return Plain(number, given, prompt, replace(defaults, **({"seed": seed} | changes)))

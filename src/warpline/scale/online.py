@@ -1,4 +1,4 @@
-"""The server as a Ray Serve application: replicas behind one address, each with a model of its own."""
+"""The server as a Ray Serve application: replicas behind one address, each with its own model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 #: Name of the application and of its deployment in Ray Serve.
 NAME = "warpline"
-#: Requests that Ray lets through to a replica beyond its slots and its queue: these get the replica's own 429.
+#: Requests that Ray passes to a replica beyond its slots and its queue: these get the replica's own 429.
 MARGIN = 256
-#: A replica is added when this share of the slots is taken on average, so that the new one is there before the queue.
+#: Ray adds a replica when this share of the slots is in use on average, so that it is ready before requests queue.
 BUSY = 0.75
-#: Seconds of too much, or of too little, before Ray acts. A replica takes seconds to load, and is cheap to keep.
+#: Seconds of high or low load before Ray adds or removes one. A replica takes seconds to load, and is cheap to keep.
 UPSCALE, DOWNSCALE = 5.0, 120.0
-#: Seconds between two looks at the cluster while all is well.
+#: Seconds between two checks of the cluster while all is well.
 LOOK = 5.0
-#: Seconds between two looks of Ray's at a replica, and how long an answer may take.
+#: Seconds between two of Ray's health checks of a replica, and seconds that an answer may take.
 HEALTH_PERIOD, HEALTH_TIMEOUT = 5.0, 30.0
 
 
@@ -52,10 +52,10 @@ def deployment(
     settings: Settings | None = None,
     drain_seconds: float = 30.0,
 ) -> Any:
-    """A Ray Serve application for `serve.run`: the ASGI app of `warpline serve`, `replicas` times.
+    """Return a Ray Serve application for `serve.run`: the ASGI app of `warpline serve`, `replicas` times.
 
-    `replicas` is a number, or the least and the most between which Ray chooses by the requests under way. Each has one
-    GPU, or the share of one that `gpus` says, or `threads` CPU cores (1 if not given).
+    `replicas` is a number, or the least and the most, between which Ray chooses by the number of open requests. Each
+    has one GPU, or the share `gpus` of one, or `threads` CPU cores (1 if not given).
     """
     asked = EngineConfig(
         device=device, dtype=dtype, kv_dtype=kv_dtype, executor=executor, max_batch=max_batch, threads=threads,
@@ -74,7 +74,7 @@ def _application(
     from ray import serve
     from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
-    # A replica sees nothing but its own GPU, which is then the first.
+    # A replica sees only its own GPU, as the first one.
     device, cores = ("cuda", None) if each.gpus else ("cpu", int(each.cpus))
     engine = engine | {"device": device, "threads": cores}
     slots = engine["max_batch"] or MOST_SLOTS[device]
@@ -106,8 +106,9 @@ def _application(
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
-    """For a config file of Ray Serve's: `import_path: warpline.scale.online:build`, and the arguments of `deployment`
-    under `args`. There `replicas` may be a list of the least and the most, and `settings` holds those of the server."""
+    """Build the application for a config file of Ray Serve: `import_path: warpline.scale.online:build`, with the
+    arguments of `deployment` under `args`. There `replicas` may be a list of two, and `settings` holds the server's
+    settings."""
     named = dict(arguments)
     found = dict(named.pop("settings", {}))
     for name in ("api_keys", "cors_origins", "allowed_hosts"):
@@ -133,14 +134,14 @@ def serve(
     shutdown_timeout: float = 30.0,
     ready: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Serve until a signal comes, then drain. `ready` is called with the URL and with what is there."""
+    """Serve until a signal comes, then drain. `ready` is called with the URL and a description of the replicas."""
     count = _count(replicas)
     if address is None:
-        weights.read_config(model)  # a model that is not there is said now, in one line
+        weights.read_config(model)  # a missing model is an error now, in one line
         if is_loopback(host) and not settings.allowed_hosts:
             settings = replace(settings, allowed_hosts=(*LOOPBACK, host.lower()))
     if port == 0 or address is None:
-        with bound(host, port) as probe:  # one clear line if it is taken
+        with bound(host, port) as probe:  # raises a clear error if the port is taken
             port = probe.getsockname()[1]
     with cluster.connected(address, serve=True) as ray:
         from ray import serve as ray_serve
@@ -158,7 +159,7 @@ def serve(
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             ray_serve.start(http_options=HTTPOptions(host=host, port=port, keep_alive_timeout_s=30))
             target = ray_serve.RunTarget(target=app, name=NAME, route_prefix="/")
-            ray_serve.run_many([target], wait_for_applications_running=False)  # we look ourselves, for what it says
+            ray_serve.run_many([target], wait_for_applications_running=False)  # we wait below, to see messages
             _wait_until_running(ray_serve, stop)
             if not stop.is_set():
                 many = f"{count} replica(s)" if count is not None else f"1 to {most} replicas"
@@ -179,7 +180,7 @@ def serve(
 
 
 def _wait_until_running(ray_serve: Any, stop: threading.Event) -> None:
-    """Raises what a replica has raised."""
+    """Wait until the replicas run; raise what one of them has raised."""
     while not stop.wait(0.1):
         found = ray_serve.status().applications.get(NAME)
         if found is None or found.status in ("NOT_STARTED", "DEPLOYING"):
@@ -194,7 +195,7 @@ def _wait_until_running(ray_serve: Any, stop: threading.Event) -> None:
 
 
 def _explained(message: str) -> WarplineError:
-    """The line of a replica's traceback that says what to do."""
+    """Return the error in a replica's traceback that says what to do."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     ours = [line.partition(": ")[2] for line in lines if line.startswith("warpline.errors.")]
     last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no reason is known")
@@ -202,7 +203,7 @@ def _explained(message: str) -> WarplineError:
 
 
 def _count(text: str) -> int | None:
-    """How many; None if Ray chooses."""
+    """Return the number of replicas; None if Ray chooses."""
     if text == "auto":
         return None
     if not text.isdigit() or not 0 < int(text) <= 10_000:
@@ -211,7 +212,7 @@ def _count(text: str) -> int | None:
 
 
 def _found(model: str) -> str:
-    """Replicas may have another working directory."""
+    """Return a path as absolute: replicas may have another working directory."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
 

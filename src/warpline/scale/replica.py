@@ -1,4 +1,4 @@
-"""One replica: a model, and the very app of `warpline serve` around it."""
+"""One replica: a model, and the app of `warpline serve` around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def loaded(model: str, engine: dict[str, Any]) -> LLM:
-    """A model that has written a token: everything is compiled, and the memory taken."""
+    """Load a model and generate a token, so that everything is compiled and the memory is allocated."""
     from warpline.engine.llm import LLM
 
     llm = LLM(model, **engine)
@@ -24,7 +24,7 @@ def loaded(model: str, engine: dict[str, Any]) -> LLM:
 
 
 class Replica:
-    """What Ray Serve makes one of for each replica, in a process of its own."""
+    """The class that Ray Serve instantiates for each replica, in a process of its own."""
 
     def __init__(self, model: str, engine: dict[str, Any], settings: Settings):
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -36,6 +36,7 @@ class Replica:
         return self._app
 
     def check_health(self) -> None:
-        """Ray asks every few seconds, and replaces a replica that raises three times in a row."""
+        """Raise if the engine has failed. Ray calls this every few seconds, and replaces a replica after three
+        failures."""
         if self._app is not None and self._app.server.status == "failed":
             raise DeviceError(f"the engine has failed: {self._app.server.why}")

@@ -1,8 +1,8 @@
-"""What a number of replicas would give under a load, before anybody pays for them.
+"""Predicts what a number of replicas would give under a load, without running them.
 
-Time is the simulator's own; what happens in it is decided by the engine's own scheduler, so that prompts, slots, the
-steps of a launch and its end when somebody comes are those of the server. `times.measured` says what turns take. That
-a GPU has the next turn of streams enqueued already, for which a newcomer has to wait too, is not in it.
+Time is simulated, but the engine's own scheduler decides, so that prompts, slots, the steps of a launch, and its early
+end when a request arrives, are those of the server. `times.measured` gives the time of a turn. Not included: a GPU may
+have the next turn of streams enqueued already, and a new request has to wait for that too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from warpline.engine.scheduler import Sequence as Running
 from warpline.errors import ConfigError
 from warpline.scale.times import Times
 
-#: Sequences that wait for a slot of a replica at most, as `warpline serve --max-queue` has it.
+#: Most sequences that wait for a slot of a replica, the default of `warpline serve --max-queue`.
 QUEUE = 256
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 class Asked(NamedTuple):
-    """A request: when it is sent, the tokens of its prompt, and of its answer."""
+    """A request: when it is sent, and the tokens of its prompt and of its answer."""
 
     at: float
     prompt: int
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
 
 def poisson(rate: float, count: int, prompt: int, new: int, *, spread: float = 0.0, seed: int = 0) -> list[Asked]:
-    """Requests at random moments, so many per second, with lengths around these means."""
+    """Return requests at random moments, `rate` per second, with lengths around these means."""
     if rate <= 0 or count < 1 or prompt < 1 or new < 1:
         raise ConfigError("a load has a rate above 0, and at least one request, one token of prompt and one new one")
     draw = random.Random(seed)
@@ -49,12 +49,12 @@ def poisson(rate: float, count: int, prompt: int, new: int, *, spread: float = 0
 
 @dataclass(slots=True)
 class Answer:
-    """What its client sees of a request."""
+    """A request as its client sees it; times in seconds."""
 
     asked: Asked
     sent: float
     replica: int = -1
-    first: float | None = None  # when its first token came
+    first: float | None = None  # when the first token came
     ended: float | None = None
     refused: bool = False
 
@@ -65,7 +65,7 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token behind the first."""
+        """Seconds per token after the first."""
         if self.first is None or self.ended is None or self.asked.new < 2:
             return None
         return (self.ended - self.first) / (self.asked.new - 1)
@@ -73,21 +73,21 @@ class Answer:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a load."""
+    """The result of a load."""
 
     answers: list[Answer]
     replicas: int
-    busy: list[float] = field(default_factory=list)  # share of the time that each replica worked
+    busy: list[float] = field(default_factory=list)  # share of the time in which each replica worked
 
     @property
     def duration(self) -> float:
-        """From the first request to the last answer."""
+        """Seconds from the first request to the last answer."""
         ended = [one.ended for one in self.answers if one.ended is not None]
         return max(ended, default=0.0) - self.answers[0].sent
 
     @property
     def refused(self) -> int:
-        """Requests that were answered with 429."""
+        """Number of requests that were answered with 429."""
         return sum(one.refused for one in self.answers)
 
     @property
@@ -96,7 +96,7 @@ class Outcome:
         return sum(one.asked.new for one in self.answers if one.ended is not None) / self.duration
 
     def percentile(self, name: str, share: float) -> float:
-        """Of "ttft" or "tpot", in seconds."""
+        """Return a percentile of "ttft" or "tpot" in seconds; `share` is 0 to 100."""
         values = sorted(v for one in self.answers if (v := getattr(one, name)) is not None)
         if not values:
             raise ConfigError(f"no request was answered, so there is no {name}")
@@ -106,7 +106,7 @@ class Outcome:
         return float(values[low] + (values[high] - values[low]) * (place - low))
 
     def goodput(self, ttft: float, tpot: float) -> float:
-        """Requests per second that had their first token, and each further one, in so many seconds."""
+        """Return the requests per second whose TTFT and TPOT met these goals, in seconds."""
         good = sum(
             one.ttft is not None and one.ended is not None and one.ttft <= ttft and (one.tpot or 0.0) <= tpot
             for one in self.answers
@@ -115,7 +115,7 @@ class Outcome:
 
 
 class _Replica:
-    """A scheduler, and the turn that is under way."""
+    """A scheduler, and its current turn."""
 
     def __init__(self, times: Times):
         self._times = times
@@ -127,9 +127,9 @@ class _Replica:
             crowd=times.crowd,
             overlaps=times.overlaps,
         )
-        self.open = 0  # requests that are not answered
+        self.open = 0  # requests not yet answered
         self.working = 0.0
-        self.version = 0  # of the turn: an end that was moved is no end any more
+        self.version = 0  # of the turn: the end of an older version is void
         self.answers: dict[int, Answer] = {}  # by the id of their sequence
         self._turn: Turn | None = None
         self._began = self._stepping = self._step = self._end = 0.0
@@ -137,18 +137,18 @@ class _Replica:
 
     @property
     def turning(self) -> bool:
-        """Whether a turn is under way."""
+        """Whether a turn is running."""
         return self._turn is not None
 
     def add(self, answer: Answer) -> None:
-        """It has come to the engine."""
+        """Give a request to the scheduler."""
         prompt, new = answer.asked.prompt, answer.asked.new
         sequence = Running(Request(range(prompt), _GREEDY, 0, 0, prompt + new), followed=True)
         self.answers[id(sequence)] = answer
         self.scheduler.add([sequence])
 
     def halt(self, now: float) -> float | None:
-        """Somebody has come: where slots are free, the launch ends behind the step that it is at. Its new end."""
+        """End the launch after its current step if slots are free for a request that arrived; return its new end."""
         turn = self._turn
         if turn is None or not self._times.halts or len(self.scheduler.running) >= self._times.slots or not self._steps:
             return None
@@ -159,7 +159,7 @@ class _Replica:
         return self._end
 
     def begin(self, now: float) -> float | None:
-        """The next turn, and when it ends; None if there is nothing to do."""
+        """Begin the next turn and return when it ends; None if there is nothing to do."""
         self.scheduler.sweep()
         turn = self._turn = self.scheduler.plan(lambda running: False)
         if turn is None:
@@ -173,7 +173,7 @@ class _Replica:
         return self._end
 
     def end(self, now: float) -> list[Answer]:
-        """What the turn has brought; those that have ended."""
+        """End the turn and add its tokens; return the answers that are complete."""
         turn, self._turn = self._turn, None
         assert turn is not None
         self.working += now - self._began
@@ -205,15 +205,15 @@ def simulate(
     concurrency: int | None = None,
     queue: int = QUEUE,
 ) -> Outcome:
-    """A load on so many replicas, each request to the one with the fewest under way. `concurrency` is how many the
-    clients have under way at most."""
+    """Simulate a load; each request goes to the replica with the fewest open ones. `concurrency` limits the open
+    requests of all clients together."""
     asked = list(load)
     if replicas < 1 or not asked:
         raise ConfigError("a simulation has at least one replica and one request")
     machines = [_Replica(times) for _ in range(replicas)]
     there = back = times.request / 2
     answers: list[Answer] = []
-    events: list[tuple[float, int, int, int, int]] = []  # moment, order, kind, number, version
+    events: list[tuple[float, int, int, int, int]] = []  # time, order, kind, number, version
     order = itertools.count()
     waiting = list(range(len(asked)))[::-1]
 
@@ -239,7 +239,7 @@ def simulate(
             answer = Answer(asked[number], now)
             answers.append(answer)
             fewest = min(machine.open for machine in machines)
-            turn += 1  # among equals they take turns
+            turn += 1  # equal replicas get requests in turn
             chosen = min(range(replicas), key=lambda i: (machines[i].open != fewest, (i - turn) % replicas))
             machine = machines[chosen]
             if machine.open >= times.slots + queue:
@@ -273,7 +273,7 @@ def simulate(
 
 
 def replicas_for(times: Times, load: Sequence[Asked], *, ttft: float, tpot: float, share: float = 99.0) -> int:
-    """The fewest replicas with which this share of the requests meets both goals, in seconds."""
+    """Return the fewest replicas with which this share (0 to 100) of the requests meets both goals, in seconds."""
     most = 4096
 
     def meets(count: int) -> bool:

@@ -1,4 +1,4 @@
-"""What turns of the engine take on one replica: measured once, then asked for any number of sequences. No torch."""
+"""Times of the engine's turns on one replica, measured once and interpolated for other loads. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from warpline.config import SamplingParams
 if TYPE_CHECKING:
     from warpline.engine.llm import LLM
 
-#: Sequences at once, and tokens of prompts in a pass, that are measured; what lies between is on a straight line.
+#: Numbers of sequences, and of prompt tokens in a pass, that are measured; between them times are interpolated.
 LANES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PROMPTS = (8, 32, 128, 512, 2048)
-#: Steps, tokens of the prompts before them, and how often each point is measured.
+#: Steps, prompt tokens before them, and how often each point is measured.
 STEPS, BEFORE, ROUNDS = 48, 8, 4
-#: Tokens of prompts that show what the context costs.
+#: Prompt tokens that show the cost of a long context.
 LONG = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds, and how the engine of this replica cuts its work into turns."""
+    """Times in seconds, and how the engine of this replica divides its work into turns."""
 
-    steps: tuple[tuple[int, float], ...]  # sequences at once → one step of all of them, at a short context
+    steps: tuple[tuple[int, float], ...]  # sequences → seconds of one step of all, at a short context
     position: float  # of a step, for each position in the caches of its sequences
-    prompts: tuple[tuple[int, float], ...]  # tokens of prompts → their pass
-    turn: float = 0.0  # of each turn, beyond its steps
-    request: float = 0.0  # between a client and the engine, there and back
+    prompts: tuple[tuple[int, float], ...]  # tokens of prompts → seconds of their pass
+    turn: float = 0.0  # of each turn, besides its steps
+    request: float = 0.0  # between client and engine, both ways together
     slots: int = 32
     prompt_tokens: int = 2048
     chunk: int = 8
     most_steps: int = 32
     crowd: int = 4
-    halts: bool = True  # whether a newcomer ends a launch behind its step
-    overlaps: bool = False  # whether a turn goes on behind the first tokens that it brings
+    halts: bool = True  # whether a new request ends a launch after its current step
+    overlaps: bool = False  # whether the first tokens of a turn are reported before its end
 
     def step(self, lanes: int, positions: int) -> float:
-        """One step of so many sequences that have so many positions together."""
+        """Return the seconds of one step of `lanes` sequences that have `positions` positions together."""
         return between(self.steps, lanes) + self.position * positions
 
     def prompt(self, tokens: int) -> float:
-        """A pass over prompts."""
+        """Return the seconds of a pass over prompts."""
         return between(self.prompts, tokens) if tokens else 0.0
 
     def row(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the times as a JSON object."""
         return asdict(self)
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Times:
-        """From such a row."""
+        """Return the times from such an object."""
         named = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
         for name in ("steps", "prompts"):
             named[name] = tuple((int(at), float(value)) for at, value in named[name])
@@ -62,7 +62,7 @@ class Times:
 
 
 def between(points: Sequence[tuple[int, float]], at: float) -> float:
-    """On the straight line between the two points around it, or through the outermost two."""
+    """Interpolate between the two points around `at`, or extrapolate from the outermost two."""
     if len(points) == 1:
         return points[0][1]
     i = min(max(1, bisect.bisect_left(points, (at,))), len(points) - 1)
@@ -71,9 +71,9 @@ def between(points: Sequence[tuple[int, float]], at: float) -> float:
 
 
 def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -> Times:
-    """Of a model that is loaded, with nothing else running. Steps are those of streams, as a server has them: what the
-    host does between two launches is in them. Every point is measured in every round, and its mean counts: a machine's
-    speed changes from minute to minute, and a server has the mean of it."""
+    """Measure a loaded model with nothing else running. Steps are those of streams, as in a server, so that they
+    include the host's work between two launches. Every point is measured in every round, and its mean counts: the speed
+    of a machine changes from minute to minute, and a server has the mean of it."""
     context, slots = llm.config.n_positions, llm.max_batch
     lanes = [n for n in LANES if n < slots] + [slots]
     short, steps = min(BEFORE, context // 4), min(STEPS, context // 2)
@@ -82,7 +82,7 @@ def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -
     passes = [tokens for tokens in passes if -(-tokens // min(128, context - 2)) <= slots]
     decoded: dict[tuple[int, int], list[float]] = {}
     prompted: dict[int, list[float]] = {}
-    for tokens in passes:  # what the first of a size takes longer is none of a server's that has been running
+    for tokens in passes:  # the first pass of each size is slower; a running server has had it
         _prompted(llm, -(-tokens // min(tokens, context - 2, 128)), min(tokens, context - 2, 128))
     for _ in range(ROUNDS):
         for tokens in passes:
@@ -115,25 +115,25 @@ def measured(llm: LLM, advance: Callable[[float], None] = lambda amount: None) -
 
 
 def _passes(prompts: Sequence[tuple[int, float]], tokens: int, most: int) -> float:
-    """Prompts that take more than one turn."""
+    """Return the seconds of prompts that may take several passes."""
     whole, rest = divmod(tokens, most)
     return whole * between(prompts, most) + (between(prompts, rest) if rest else 0.0)
 
 
 def _prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
-    """That do not begin alike: beginnings that are shared would run once."""
+    """Return prompts with different beginnings, because shared ones would run only once."""
     vocab = llm.config.vocab_size
     return [[(i * 7919 + j * 104_729 + 11) % (vocab - 1) for j in range(length)] for i in range(count)]
 
 
 def _prompted(llm: LLM, count: int, length: int) -> float:
-    """Seconds of a pass over prompts."""
+    """Return the seconds of a pass over prompts."""
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     return llm.generate(_prompts(llm, count, length), params)[0].timings.prefill_seconds
 
 
 def _streamed(llm: LLM, count: int, prompt: int, new: int) -> float:
-    """Seconds of streams that begin together."""
+    """Return the seconds of streams that begin together."""
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     prompts = _prompts(llm, count, prompt)
     began = time.perf_counter()

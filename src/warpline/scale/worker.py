@@ -1,4 +1,4 @@
-"""A model and what it makes of a chunk of lines: the same in this process and in an actor of Ray's."""
+"""A model that answers chunks of lines, in this process or in a Ray actor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from warpline.engine.llm import LLM
     from warpline.serve.app import App
 
-#: Chunks that a worker has in hand at once: what the last sequences of one leave free, the next one takes.
+#: Chunks in progress at once: one fills the slots that the last sequences of another leave free.
 AT_ONCE = 3
 
 
 def _loaded(model: str, engine: dict[str, Any]) -> LLM:
-    """In a thread that ends then, and with it the team of threads that OpenMP has given it."""
+    """Load the model in a thread that ends afterwards, together with the OpenMP team that belongs to it."""
     from warpline.engine.llm import LLM
 
     with ThreadPoolExecutor(1) as pool:
@@ -37,7 +37,7 @@ def _loaded(model: str, engine: dict[str, Any]) -> LLM:
 
 
 class Worker:
-    """Several threads may call it: their lines share one running batch."""
+    """Answers chunks. Several threads may call it: their lines share one running batch."""
 
     def __init__(self, model: str, engine: dict[str, Any], defaults: SamplingParams, column: str):
         self._llm = _loaded(model, engine)
@@ -48,7 +48,7 @@ class Worker:
         self._server: Server | None = None
 
     def __call__(self, chunk: Chunk) -> Done:
-        """Answer its lines, in their order. What is wrong with a line is said in the line that answers it."""
+        """Answer the lines in order. An error in a line becomes the answer of that line."""
         with self._lock:
             lines = self._reader.lines(chunk)
         answers: list[tuple[bool, bytes, int]] = [(True, b"", 0)] * len(lines)
@@ -87,19 +87,19 @@ class Worker:
         )
 
     def stop(self) -> None:
-        """Call off what is under way: whoever waits for it gets an error."""
+        """Cancel the running jobs: callers that wait for them get an error."""
         self._stopped = True
         self._llm.engine.cancel_all()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if self._server is not None:
             self._server.close()
         self._llm.close()
 
     def _generate(self, lines: list[Plain]) -> list[tuple[bool, bytes, int]]:
-        """All at once. The engine's own thread computes, and no other: every thread that uses OpenMP gets a team, and
-        where teams have more threads than there are cores, they sleep between two loops instead of spinning."""
+        """Generate all at once, computing only on the engine's own thread: every thread that uses OpenMP gets a team,
+        and where the teams have more threads than there are cores, they sleep between two loops instead of spinning."""
         answers: list[tuple[bool, bytes, int]] = [(True, b"", 0)] * len(lines)
         texts = Texts(self._llm.tokenizer, len(lines))
         jobs: dict[int, tuple[Job, Text | None]] = {}
@@ -111,7 +111,7 @@ class Worker:
         self._run([job for job, _ in jobs.values()])
         found = texts.finish()
         for i, (job, text) in jobs.items():
-            if isinstance(job.error, ModelError):  # of this line alone
+            if isinstance(job.error, ModelError):  # concerns this line alone
                 answers[i] = False, BadLine(lines[i].number, str(job.error), lines[i].fields).line, 0
             elif job.error is not None:
                 raise job.error
@@ -121,7 +121,7 @@ class Worker:
         return answers
 
     def _encoded(self, lines: list[Plain]) -> list[list[int] | ConfigError]:
-        """Ids, or what is wrong with a text."""
+        """Return the ids of each line, or the error of a text."""
         encode = self._llm.tokenizer.encode_many
         texts = [line.prompt for line in lines if isinstance(line.prompt, str)]
         found: Iterator[list[int] | ConfigError]
@@ -143,7 +143,7 @@ class Worker:
                 f"the prompt holds no token, or one outside the model's vocabulary of {config.vocab_size:,}"
             )
         params.require_vocab(config.vocab_size)
-        limit = min(len(ids) + params.max_tokens, max(config.n_positions, len(ids) + 1))  # one token needs no position
+        limit = min(len(ids) + params.max_tokens, max(config.n_positions, len(ids) + 1))  # the last one needs none
         if params.min_tokens > limit - len(ids):
             params = replace(params, max_tokens=limit - len(ids), min_tokens=limit - len(ids))
         job = Job(Request(ids, params, params.seed or 0, 0, limit), arrays=arrays)
@@ -153,7 +153,7 @@ class Worker:
     def _run(self, jobs: list[Job]) -> None:
         left, ended = {id(job) for job in jobs}, threading.Event()
 
-        def told(job: Job) -> None:  # by the engine's thread
+        def told(job: Job) -> None:  # called by the engine's thread
             if job.finished:
                 left.discard(id(job))
                 if not left:
@@ -176,7 +176,7 @@ def _tried(encode: Any, text: str) -> list[int] | ConfigError:
 
 
 class Server:
-    """The app of `warpline serve`, asked without HTTP: a line of OpenAI's format gets the answer that it would give."""
+    """The app of `warpline serve`, called without HTTP: a line of OpenAI's format gets the same answer."""
 
     def __init__(self, llm: LLM):
         try:
@@ -191,11 +191,11 @@ class Server:
         self._wait(self._attach(llm))
 
     def start(self, lines: list[OpenAI]) -> Any:
-        """A future of their answers."""
+        """Return a future of the answers."""
         return asyncio.run_coroutine_threadsafe(self._all(lines), self._loop)
 
     def close(self) -> None:
-        """Nothing is under way any more."""
+        """Stop the event loop; no request may be running."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         for task in asyncio.all_tasks(self._loop):
@@ -239,7 +239,7 @@ class Server:
         finally:
             ended.set()
         found = msgspec.json.decode(b"".join(parts))
-        if status == 503:  # of the engine, not of the line
+        if status == 503:  # an error of the engine, not of the line
             raise DeviceError(str(found["error"]["message"]))
         return status == 200, line.answer(status, found), _tokens(found)
 
@@ -252,13 +252,13 @@ def _tokens(found: Any) -> int:
 
 
 class Actor:
-    """A worker as Ray Data calls it: columns in, columns out."""
+    """A worker in the form that Ray Data calls: columns in, columns out."""
 
     def __init__(self, *arguments: Any):
         self._worker = Worker(*arguments)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """A chunk in each row."""
+        """Answer one chunk per row."""
         found: dict[str, list[Any]] = {name: [] for name in Done._fields}
         for i in range(len(batch["first"])):
             row = {name: batch[name][i] for name in Chunk._fields}

@@ -1,4 +1,4 @@
-"""Where a server is."""
+"""The address of a server."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Address(NamedTuple):
     host: str
     port: int
     secure: bool
-    prefix: str  # of all paths, without the /v1
+    prefix: str  # before all paths, without the /v1
 
     @property
     def url(self) -> str:
-        """For people."""
+        """The address as shown to users."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.secure else 'http'}://{host}:{self.port}{self.prefix}"
 
 
 def address_of(url: str) -> Address:
-    """Of a base URL, with or without http:// before it and /v1 at its end."""
+    """Parse a base URL, with or without http:// before it and /v1 at its end."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port

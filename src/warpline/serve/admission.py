@@ -1,4 +1,4 @@
-"""How much may be under way: a place for each sequence, taken when it is asked for and given back once."""
+"""Limits the sequences in progress: each takes a place when it is requested, and returns it once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import deque
 
 from warpline.serve.errors import ApiError, bad
 
-#: Of so many of the last sequences the pace is known, from which clients are told when to come again.
+#: The pace is measured over this many of the last sequences; it determines the Retry-After of refused clients.
 REMEMBERED = 64
 
 
 class Admission:
-    """Places for what runs and for what waits. The event loop alone calls it, so a check and its place are one."""
+    """Places for running and waiting sequences. Only the event loop calls it, so that check and take are atomic."""
 
     def __init__(self, slots: int, queue: int):
         self.slots, self.places = slots, slots + queue
@@ -21,7 +21,7 @@ class Admission:
         self._ended: deque[float] = deque(maxlen=REMEMBERED)
 
     def take(self, count: int) -> None:
-        """Places for the sequences of a request, all or none."""
+        """Take places for all sequences of a request; raise 429 if there are not enough."""
         if count > self.places:
             raise bad(f"the request asks for {count:,} sequences, and at most {self.places:,} fit: split it")
         if self.taken + count > self.places:
@@ -34,13 +34,13 @@ class Admission:
         self.taken += count
 
     def give_back(self, count: int) -> None:
-        """These have ended."""
+        """Return the places of `count` sequences that have ended."""
         self.taken -= count
         now = time.monotonic()
         self._ended.extend([now] * min(count, REMEMBERED))
 
     def _patience(self) -> int:
-        """Seconds until half of what waits will have begun, at the present pace."""
+        """Return the seconds until half of the queue will have begun, at the present pace."""
         if len(self._ended) < 2:
             return 1
         pace = len(self._ended) / max(time.monotonic() - self._ended[0], 1e-3)

@@ -1,6 +1,6 @@
-"""The ASGI app. Any server that speaks ASGI can run it; `run.Server` does with uvicorn.
+"""The ASGI app. Any ASGI server can run it; `run.Server` does so with uvicorn.
 
-Starlette's routes, without its application class: that wraps what is sent in two more calls, for every event.
+It uses Starlette's routes without its application class, which wraps every sent event in two more calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class App:
-    """What `create_app` makes: call it with ASGI's scope, receive and send. `server` is what the server knows."""
+    """The result of `create_app`: call it with ASGI's scope, receive and send. `server` is the server's state."""
 
     def __init__(self, app: ASGIApp, server: State):
         self._app, self.server = app, server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or begin and end with the server."""
+        """Answer a request, or handle the server's lifespan events."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
@@ -47,10 +47,10 @@ def create_app(
 ) -> App:
     """The server as an ASGI app.
 
-    `backend` is an `LLM`, or whatever has what `serve.backend.Backend` says (a mock engine that measures the server
-    alone, for example), or a function without arguments that makes one. A function is called in a thread when the
+    `backend` is an `LLM`, or anything that implements `serve.backend.Backend` (for example a mock engine that measures
+    the server alone), or a function without arguments that returns one. A function is called in a thread when the
     server starts: until it returns, /health and everything else answer 503. Then `attached` is called, or `failed`
-    with what it raised.
+    with the exception it raised.
     """
     state = State(settings or Settings())
 
@@ -99,7 +99,7 @@ async def _load(
 
 
 async def _made(make: Callable[[], Backend]) -> Backend:
-    """What `make` makes in a thread for which the process does not wait when it ends, as a pool's would have it."""
+    """Run `make` in a daemon thread and return its result; unlike a pool's threads, it does not delay the exit."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Backend] = loop.create_future()
 
@@ -111,7 +111,7 @@ async def _made(make: Callable[[], Backend]) -> Backend:
         done: Callable[[Any], None] = found.set_result
         try:
             what: Any = make()
-        except Exception as error:  # noqa: BLE001 - handed to who waits
+        except Exception as error:  # noqa: BLE001 - raised in the coroutine that waits
             done, what = found.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended meanwhile
             loop.call_soon_threadsafe(tell, done, what)

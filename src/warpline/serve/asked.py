@@ -1,4 +1,4 @@
-"""What a request comes to: prompts as ids, settings, and the jobs that the engine gets for them."""
+"""A parsed request: prompts as ids, settings, and the jobs that the engine gets for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warpline.serve.generation import Generation
     from warpline.serve.state import State
 
-#: Of requests that bring none; seeded by the system.
+#: Seeds for requests without one; seeded by the system.
 _SEEDS = random.Random()
 
 
@@ -22,12 +22,12 @@ _SEEDS = random.Random()
 class Asked:
     """A request, checked and tokenized."""
 
-    texts: list[str]  # of the prompts, where they are echoed
+    texts: list[str]  # prompts as text, where they are echoed
     ids: list[list[int]]
     params: list[SamplingParams]  # for each prompt
     n: int
     streamed: bool
-    nothing: bool  # not a single token is wanted
+    nothing: bool  # no token is wanted: the prompt is only scored or echoed
     echoes: bool
     logprobs: int | None
     interval: int | None
@@ -38,15 +38,15 @@ class Asked:
 
     @property
     def plain(self) -> bool:
-        """Whether events have nothing but text."""
+        """Whether events contain nothing but text."""
         return self.logprobs is None and not self.returns_ids
 
     def prompt_of(self, choice: Choice) -> int:
-        """Which of the prompts it continues."""
+        """Return the index of the prompt that this choice continues."""
         return choice.index // self.n
 
     def offsets(self, number: int, state: State) -> list[int]:
-        """At which character each token of a prompt begins."""
+        """Return the character at which each token of a prompt begins."""
         decoder, found, count = state.backend.tokenizer.stream(special=True), [], 0
         for token in self.ids[number]:
             found.append(count)
@@ -54,7 +54,7 @@ class Asked:
         return found
 
     def begin(self, answer: Generation, state: State) -> tuple[list[Choice], list[Choice]]:
-        """A job for each completion, and one for each prompt whose tokens are to be scored."""
+        """Make a job for each completion, and one for each prompt whose tokens are to be scored."""
         choices, scorers = [], []
         for number, (ids, params) in enumerate(zip(self.ids, self.params, strict=True)):
             seed = _SEEDS.getrandbits(32) if params.seed is None else params.seed
@@ -99,7 +99,7 @@ class Asked:
         return choice
 
     def _scorer(self, answer: Generation, state: State, ids: list[int]) -> Choice:
-        """All but the first token are taken as known, and their log-probabilities noted."""
+        """Make a job that forces the prompt's tokens after the first and records their log-probabilities."""
         from warpline.engine.job import Job
         from warpline.engine.request import Request
 

@@ -1,4 +1,4 @@
-"""What the server needs of whatever generates: `LLM`, or something that stands in for it."""
+"""The interface of a backend, which generates for the server: `LLM`, or a stand-in for it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Slots(Protocol):
-    """The part of `Engine` that the server asks. All of it may be called from the event loop, so it must not block."""
+    """The part of `Engine` that the server uses. All of it may be called from the event loop, so it must not block."""
 
     count: int  # sequences that run at once
     stats: Stats
-    published: Callable[[], object]  # to be called when all of a turn's jobs have been notified
+    published: Callable[[], object]  # called after all jobs of a turn have been notified
 
     @property
     def free(self) -> int:
-        """Slots that nothing runs in."""
+        """Slots in which no sequence runs."""
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Not wanted any more: mark them `ended` and `finished`, and free their slots soon."""
+        """Cancel these jobs: mark them `ended` and `finished`, and free their slots soon."""
 
 
 class Backend(Protocol):
-    """`LLM` as the server sees it; a stand-in, such as a mock engine, has the same.
+    """`LLM` as the server sees it; a stand-in, such as a mock engine, has the same interface.
 
-    `start` takes jobs and returns at once. From then on, on a thread of its own, whoever runs them
+    `start` takes jobs and returns at once. From then on the backend, on a thread of its own,
     1. appends tokens to `job.tokens` (and, where `job.request.params.logprobs` is not None, to `job.logprobs` first),
-    2. calls `job.receive(new_tokens)` if there is one; if it gives a number, only so many tokens of all count, and the
-       job has ended with the reason "stop",
+    2. calls `job.receive(new_tokens)` if there is one; if it returns a number, only that many of all tokens count, and
+       the job has ended with the reason "stop",
     3. at the end sets `job.finish_reason` ("stop" or "length") or `job.error`, and `job.finished`,
-    4. then calls `job.notify()`, once for each chunk of tokens and not for each token. That neither blocks nor raises;
-       it is true where the event loop should get the interpreter soon.
-    A job has `job.request.limit - len(job.request.prompt)` tokens at most.
+    4. then calls `job.notify()`, once for each chunk of tokens and not for each token. It neither blocks nor raises,
+    and    returns true where the event loop should get the interpreter soon.
+    A job generates at most `job.request.limit - len(job.request.prompt)` tokens.
     """
 
     model: str
@@ -50,14 +50,14 @@ class Backend(Protocol):
     tokenizer: Tokenizer
     max_batch: int
     device: Device
-    folder: Path | None  # where the model's files are, if it has any
+    folder: Path | None  # where the model's files are; None if it has none
 
     @property
     def engine(self) -> Slots:
-        """What runs the jobs."""
+        """The engine that runs the jobs."""
 
     def start(self, jobs: list[Job]) -> None:
-        """Begin these."""
+        """Start these jobs and return at once."""
 
     def close(self) -> None:
-        """Finish what is under way and give memory back."""
+        """Finish the running jobs and release the memory."""

@@ -1,4 +1,4 @@
-"""Messages to a prompt: a template from the model's folder, DialoGPT's form, or a plain one."""
+"""Turns chat messages into a prompt: by a template from the model's folder, DialoGPT's form, or a plain one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from warpline.model.tokenizer import END_OF_TEXT
 from warpline.serve.errors import bad
 from warpline.serve.protocol import Message
 
-#: What `--chat-template` knows beside a file.
+#: Names that `--chat-template` accepts besides a file.
 NAMED = ("plain", "dialogpt")
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Roles and texts; anything but text is refused."""
+    """Return the messages as roles and texts; any content but text raises an error."""
     found = []
     for number, message in enumerate(messages):
         content = message.content
@@ -33,21 +33,21 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 class Template(Protocol):
-    """Makes a prompt."""
+    """Makes a prompt from messages."""
 
-    name: str  # "plain", "dialogpt", or "own" if the model or the user brought one
+    name: str  # "plain", "dialogpt", or "own" for a template from the model's folder or a file
 
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
-        """The prompt, and texts that end the answer."""
+        """Return the prompt, and stop texts of the answer."""
 
 
 class Plain:
-    """For models that bring no template: a line for each message, and the answer ends where a user would speak."""
+    """For models without a template: a line for each message, and the answer ends where a user's line would begin."""
 
     name = "plain"
 
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
-        """System messages stand alone, others behind who says them."""
+        """Put the role before each message, except system and developer messages."""
         lines = [
             m["content"] if m["role"] in ("system", "developer") else f"{m['role'].capitalize()}: {m['content']}"
             for m in messages
@@ -56,17 +56,17 @@ class Plain:
 
 
 class DialoGPT:
-    """Turns end with the end of text, and nothing says whose they are."""
+    """DialoGPT's form: each turn ends with the end of text, and roles are not marked."""
 
     name = "dialogpt"
 
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
-        """All turns in order."""
+        """Join all turns in order."""
         return "".join(m["content"] + END_OF_TEXT for m in messages), ()
 
 
 class Jinja:
-    """A template as model folders have it, in a sandbox."""
+    """A Jinja template in the form of model folders, rendered in a sandbox."""
 
     name = "own"
 
@@ -84,7 +84,7 @@ class Jinja:
             raise ModelError(f"{where}: the chat template is broken: {error}") from error
 
     def render(self, messages: list[dict[str, str]]) -> tuple[str, tuple[str, ...]]:
-        """What the template makes of them."""
+        """Render the template; messages it cannot render raise an error."""
         try:
             said = self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special)
         except (self._error, TypeError, ValueError, ArithmeticError, LookupError) as error:
@@ -99,7 +99,7 @@ def _raise(message: str) -> None:
 
 
 def template_of(asked: str | None, model: str, folder: Path | None) -> Template:
-    """The one that is asked for (a name or a file), else the model's own, else one that suits its name."""
+    """Return the requested template (a name or a file), else the model's own, else one chosen by the model's name."""
     if asked is not None and asked not in NAMED:
         path = Path(asked).expanduser()
         try:
@@ -115,11 +115,11 @@ def template_of(asked: str | None, model: str, folder: Path | None) -> Template:
 
 
 def _own(folder: Path) -> str | None:
-    """A folder's chat_template.jinja, or what its tokenizer_config.json says."""
+    """Return a folder's chat_template.jinja, or the template in its tokenizer_config.json; None if it has neither."""
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     found = _settings(folder).get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates with names
         found = next((one.get("template") for one in found if one.get("name") == "default"), None)
     return found if isinstance(found, str) else None
 

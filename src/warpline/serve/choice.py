@@ -1,4 +1,4 @@
-"""One sequence of an answer, between the engine's thread and the event loop."""
+"""One sequence of an answer; it connects the engine's thread with the event loop."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Choice:
         self.answer, self.hub, self.job, self.index, self.maker = answer, hub, job, index, maker
         self.streamed, self.eager, self.metrics = streamed, eager, answer.state.metrics
         self.waiting = self.changed = self.finished = self.closed = self.begun = False
-        self.ready = self.sent = 0  # tokens that may be read, and that were
-        self.first = self.last = 0.0  # when tokens came
+        self.ready = self.sent = 0  # tokens that may be read, and tokens that were read
+        self.first = self.last = 0.0  # when the first and the last tokens came
         job.notify = self.told
 
     def told(self) -> bool:
-        """A turn of the engine has brought tokens, or the end. Says whether the loop should run at once."""
+        """Note new tokens or the end after a turn of the engine. Return whether the event loop should run at once."""
         job = self.job
         if self.finished:
             return False
@@ -50,11 +50,11 @@ class Choice:
         return urgent
 
     def arrived(self) -> None:
-        """The hub says that there is something new."""
+        """Pass the news on to the answer; called by the hub."""
         self.answer.arrived(self)
 
     def pieces(self) -> list[Piece]:
-        """Text that has not been sent."""
+        """Return the text that has not been sent."""
         assert self.maker is not None
         ended, ready, job = self.finished, self.ready, self.job
         tokens = job.tokens[self.sent : ready]

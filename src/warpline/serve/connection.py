@@ -1,4 +1,4 @@
-"""A connection: uvicorn's, with bounds on what comes before a request's body, and on how long that takes."""
+"""uvicorn's connection, with limits on size and time of a request's head."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from warpline.serve import state
 from warpline.serve.errors import ApiError
 
-#: Seconds in which the head of a request must have come, and bytes that it may have.
+#: Seconds within which the head of a request must arrive, and most bytes it may have.
 HEAD_SECONDS, HEAD_BYTES = 10.0, 64 << 10
-#: Connections at once; beyond that a new one is told to come again.
+#: Most connections at once; a new one beyond that is refused with 503.
 MOST_CONNECTIONS = 4096
 
 
 class Connection(HttpToolsProtocol):
-    """One for each client's connection."""
+    """One client's connection."""
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         self._head_bytes, self._in_head = 0, True
         self._deadline: asyncio.TimerHandle | None = None
-        self._patience: asyncio.TimerHandle | None = None  # with a reader
-        self._answered = 0  # requests
+        self._patience: asyncio.TimerHandle | None = None  # timer that checks whether the client reads
+        self._answered = 0  # number of requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Somebody is there."""
+        """Begin the deadline of the first head, or refuse if there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             self._refuse(ApiError(503, "too many connections: try again in a moment", retry_after=1))
@@ -35,14 +35,14 @@ class Connection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """Cancel the timers."""
         self._no_deadline()
         if self._patience is not None:
             self._patience.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of a request, or of several."""
+        """Check the size of the head before the parser gets the bytes."""
         if self.transport.is_closing():
             return
         if self._in_head:
@@ -57,30 +57,30 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Give the app a way to abort the connection."""
         super().on_message_begin()
         self.scope["warpline.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
-        """All but its body has come."""
+        """End the deadline: the head is complete, only the body follows."""
         self._in_head, self._head_bytes = False, 0
         self._no_deadline()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """All of it has come."""
+        """Expect the head of the next request."""
         self._in_head = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """All of an answer has been handed over to be sent; whether anybody reads it is another matter."""
+        """Count the answer, which is handed to the transport but perhaps not read yet, and watch whether it is read."""
         super().on_response_complete()
         self._answered += 1
         if self._patience is None:
             self._look_at_reader(None)
 
     def _look_at_reader(self, before: tuple[int, int] | None) -> None:
-        """End the connection if nothing has happened since the last look and something is left to be read. Closing it
+        """Abort the connection if nothing was read since the last look although something is left. Closing it instead
         would wait for the reader."""
         self._patience, left = None, self.transport.get_write_buffer_size()
         now = self._answered, left
@@ -90,12 +90,12 @@ class Connection(HttpToolsProtocol):
             self._patience = self.loop.call_later(state.SLOW_READER, self._look_at_reader, now)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP."""
+        """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, "this is not a valid HTTP request"))
 
     def _too_slow(self) -> None:
         self._deadline = None
-        if self._answering:  # what came early may wait until there is an answer to what came before
+        if self._answering:  # a pipelined request may wait for the answer to the one before it
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._too_slow)
         elif not self.transport.is_closing():
             if self._head_bytes:
@@ -109,7 +109,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         self._no_deadline()
-        if self._answering:  # a second answer inside the first would be taken for a part of it
+        if self._answering:  # a second answer inside the first would be read as a part of it
             self.transport.abort()
             return
         body = error.body()

@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients know."""
+"""Errors in the shape that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for: a status, and one line that says what to do."""
+    """An error response: a status, and one line that says what to do."""
 
     def __init__(
         self,
@@ -25,23 +25,23 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's name for this sort of error."""
+        """OpenAI's name for this kind of error."""
         return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> bytes:
-        """The JSON object."""
+        """Return the JSON object of the error."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What belongs to it beside the content type."""
+        """Return the headers of the error besides the content type."""
         found = []
         if self.retry_after is not None:
             found.append((b"retry-after", str(self.retry_after).encode()))
         if self.allow is not None:
             found.append((b"allow", self.allow.encode()))
         if self.status == 401:
-            # A header for each: browsers take one that names several for a single scheme, and do not ask for a key.
+            # One header per scheme: browsers read one with several schemes as a single scheme and do not ask for a key.
             found += [(b"www-authenticate", b"Bearer"), (b"www-authenticate", b'Basic realm="warpline"')]
         if self.close:
             found.append((b"connection", b"close"))
@@ -52,5 +52,5 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be honoured."""
+    """Return the error of a request that cannot be honoured."""
     return ApiError(400, message, param=param, code=code)

@@ -1,4 +1,4 @@
-"""The JSON of answers: events of a stream, and whole answers, for completions and for chats."""
+"""The JSON of answers: events of a stream and whole answers, for completions and for chats."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import msgspec
 
 from warpline.serve.pieces import Table, quoted
 
-#: What JSON has instead of minus infinity.
+#: The value that stands for minus infinity, which JSON lacks.
 NEVER = -9999.0
 DONE = b"data: [DONE]\n\n"
-#: Names of answers need to be different, not secret.
+#: Ids of answers must be different, not secret.
 _IDS = random.Random()
 
-#: A token, its log-probability (None for the first of a text), and the likeliest at its place.
+#: A token, its log-probability (None for the first of a text), and the likeliest tokens at its place.
 Scored = tuple[int, float | None, list[tuple[int, float]]]
 
 
 def usage_of(prompt: int, completion: int) -> dict[str, int]:
-    """Tokens that were read and written."""
+    """Return the usage object: tokens read and tokens written."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def scored(token: int, found: tuple[float, Any, Any], count: int) -> Scored:
-    """From what the engine notes of a token."""
+    """Convert the engine's log-probabilities of a token, with the `count` likeliest."""
     value, values, tokens = found
     top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
     return token, max(value, NEVER), [(other, max(score, NEVER)) for other, score in top]
 
 
 class Style(ABC):
-    """How one kind of answer looks. One for each answer."""
+    """The JSON form of one kind of answer; one object for each answer."""
 
     prefix: str
     whole: str
@@ -52,45 +52,45 @@ class Style(ABC):
         self._tail = b"]" + (b',"usage":null' if usage else b"") + b"}\n\n"
 
     def opening_of(self, index: int, *, first: bool) -> bytes:
-        """All that stands before the text of an event."""
+        """Return everything before the text of an event."""
         return self._head + b'{"index":%d,' % index + (self.first_opening if first else self.opening)
 
     def ending(self, reason: str | None = None, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
-        """All that stands behind it."""
+        """Return everything after the text of an event."""
         said = b"null" if reason is None else b'"' + reason.encode() + b'"'
         return self.closing + b',"logprobs":' + logprobs + b',"finish_reason":' + said + more + b"}" + self._tail
 
     def last_event(self, more: dict[str, Any]) -> bytes:
-        """The event behind all others, for what was asked for beside the choices."""
+        """Return the event after all others, with what was requested besides the choices."""
         return self._head + b"]," + msgspec.json.encode(more)[1:] + b"\n\n"
 
     def answer(self, choices: list[dict[str, Any]], usage: dict[str, int], more: dict[str, Any]) -> bytes:
-        """All at once."""
+        """Return the whole answer."""
         shared = {"id": self.id, "object": self.whole, "created": self.created, "model": self.model}
         return msgspec.json.encode({**shared, "choices": choices, "usage": usage, **more})
 
     @abstractmethod
     def choice(self, index: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
-        """One of a whole answer's."""
+        """Return one choice of a whole answer."""
 
     @abstractmethod
     def logprobs(self, table: Table, tokens: Iterable[Scored], offsets: list[int]) -> dict[str, Any]:
-        """Of some tokens, which begin at these characters."""
+        """Return the log-probabilities of tokens that begin at the characters `offsets`."""
 
 
 class Completions(Style):
-    """/v1/completions."""
+    """The form of /v1/completions."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
     opening = first_opening = b'"text":"'
     closing = b'"'
 
     def choice(self, index: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
-        """One of a whole answer's."""
+        """Return one choice of a whole answer."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, table: Table, tokens: Iterable[Scored], offsets: list[int]) -> dict[str, Any]:
-        """Lists side by side."""
+        """Return the log-probabilities as parallel lists."""
         found = list(tokens)
         return {
             "text_offset": offsets,
@@ -104,7 +104,7 @@ class Completions(Style):
 
 
 class Chat(Style):
-    """/v1/chat/completions."""
+    """The form of /v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = b'"delta":{"content":"'
@@ -112,12 +112,12 @@ class Chat(Style):
     closing = b'"}'
 
     def choice(self, index: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
-        """One of a whole answer's."""
+        """Return one choice of a whole answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, table: Table, tokens: Iterable[Scored], offsets: list[int]) -> dict[str, Any]:
-        """A list of objects."""
+        """Return the log-probabilities as a list of objects."""
 
         def one(token: int, value: float | None) -> dict[str, Any]:
             return {"token": table.name(token), "logprob": value, "bytes": table.bytes_of(token)}

@@ -1,4 +1,4 @@
-"""An answer while it is made: its sequences, what is sent of them, and that nothing of it is left in the end."""
+"""An answer in progress: its sequences, what is sent of them, and the cleanup at its end."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STREAM_HEADERS = [
 
 
 class Generation:
-    """One for each request that generates. Everything here runs in the event loop."""
+    """One request that generates. Everything here runs in the event loop."""
 
     def __init__(self, state: State, asked: Asked, style: Style):
         self.state, self.asked, self.style = state, asked, style
         self.eos = state.backend.config.eos_token_id
         self.choices, self.scorers = asked.begin(self, state)
         self._open = sum(not choice.closed for choice in (*self.choices, *self.scorers))
-        self._changed = [choice for choice in self.choices if choice.closed]  # of which nothing was wanted
+        self._changed = [choice for choice in self.choices if choice.closed]  # finished already: they want no tokens
         self._waiter: asyncio.Future[None] | None = None
         self._gone = self._started = False
         self.sending_since: float | None = None
@@ -48,7 +48,7 @@ class Generation:
     # --- news -------------------------------------------------------------------------------------------------------
 
     def arrived(self, choice: Choice) -> None:
-        """A sequence has got further."""
+        """Note that a sequence has new tokens or has ended."""
         if choice.finished and not choice.closed:
             choice.closed = True
             self._open -= 1
@@ -80,7 +80,7 @@ class Generation:
         return None
 
     def close(self) -> None:
-        """Call off what is unfinished, once, and give back its places."""
+        """Cancel what is unfinished, once, and return its places."""
         left = [choice for choice in (*self.choices, *self.scorers) if not choice.closed]
         for choice in left:
             choice.closed = choice.finished = True
@@ -91,7 +91,7 @@ class Generation:
             self.state.aborted(choice)
 
     def cut(self) -> None:
-        """Its reader takes nothing: end the connection, where the server lets us, and the task."""
+        """End the connection of a client that does not read, if the server allows it, else cancel the task."""
         if self.abort is not None:
             self.abort()
         elif self._task is not None:
@@ -100,11 +100,11 @@ class Generation:
     # --- answering --------------------------------------------------------------------------------------------------
 
     async def run(self, receive: Receive, send: Send) -> None:
-        """Answer, and leave nothing behind."""
+        """Send the answer; afterwards cancel and release everything."""
         self.state.answers.add(self)
         watch: asyncio.Task[None] | None = None
         try:
-            if self._open:  # first of all: the engine begins while the rest is made ready
+            if self._open:  # first, so that the engine works while the rest is prepared
                 self.state.backend.start([c.job for c in (*self.choices, *self.scorers) if not c.closed])
             self._task = asyncio.current_task()
             watch = self.state.loop.create_task(_left(receive))
@@ -197,7 +197,7 @@ class Generation:
         return opening + piece.text + self.style.ending(reason, logprobs, more)
 
     def _echo(self, choice: Choice) -> bytes:
-        """The prompt, before anything that was written."""
+        """Return the event with the prompt, which comes before any generated text."""
         number = self.asked.prompt_of(choice)
         logprobs = b"null"
         if self.asked.logprobs is not None:
@@ -208,16 +208,16 @@ class Generation:
         return opening + msgspec.json.encode(self.asked.texts[number])[1:-1] + self.style.ending(None, logprobs)
 
     def _last(self, failure: ApiError | None) -> bytes:
-        """What ends a stream."""
+        """Return the bytes that end a stream."""
         if failure is not None:
             return b"data: " + failure.body() + b"\n\n" + DONE
         more = self._timings() | ({"usage": self._usage()} if self.asked.wants_usage else {})
         return (self.style.last_event(more) if more else b"") + DONE
 
-    # --- what is in it ----------------------------------------------------------------------------------------------
+    # --- contents ---------------------------------------------------------------------------------------------------
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        """Of a whole answer."""
+        """Return one choice of a whole answer."""
         asked, number = self.asked, self.asked.prompt_of(choice)
         pieces = choice.pieces() if choice.maker is not None else []
         text = "".join(msgspec.json.decode(b'"' + piece.text + b'"') for piece in pieces)
@@ -255,6 +255,6 @@ class Generation:
 
 
 async def _left(receive: Receive) -> None:
-    """Ends when the client has gone."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Who may ask: the API key, the name by which the server is called, and the page that a browser's request is from."""
+"""Checks each request: its API key, the name it uses for the server, and the origin of a browser's page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPEN = frozenset({"/health"})
 
 
 class Guard:
-    """Stands before the routes."""
+    """Runs before the routes."""
 
     def __init__(self, app: ASGIApp, state: State):
         self._app, self._state, settings = app, state, state.settings
@@ -27,7 +27,7 @@ class Guard:
         self._origins = frozenset(origin.lower() for origin in settings.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let it through, or say why not."""
+        """Pass the request on, or answer with an error."""
         if scope["type"] == "http":
             try:
                 self._check(scope)
@@ -49,14 +49,14 @@ class Guard:
             self._check_key(headers.get(b"authorization", b""))
 
     def _check_origin(self, origin: str, host: str) -> None:
-        """A browser says from which page a request is; other pages than our own need --cors-origin."""
+        """Check a browser's origin: requests from pages other than our own need --cors-origin."""
         if urlsplit(origin).netloc != host and origin not in self._origins and "*" not in self._origins:
             raise ApiError(403, "requests from other pages are not allowed: start the server with --cors-origin")
 
     def _check_key(self, said: bytes) -> None:
         kind, _, value = said.partition(b" ")
         value = value.strip()
-        if kind.lower() == b"basic":  # what a browser asks its user for: any name, and the key as password
+        if kind.lower() == b"basic":  # a browser asks its user for any name, and for the key as password
             try:
                 value = base64.b64decode(value, validate=True).partition(b":")[2]
             except binascii.Error:
@@ -64,7 +64,7 @@ class Guard:
         elif kind.lower() != b"bearer":
             value = b""
         digest = _digest(value)
-        same = [hmac.compare_digest(digest, key) for key in self._keys]  # all of them, whichever fits
+        same = [hmac.compare_digest(digest, key) for key in self._keys]  # compares all keys, in constant time
         if not any(same):
             raise ApiError(
                 401, "the API key is missing or wrong: send it as 'Authorization: Bearer …'", code="invalid_api_key"
@@ -72,10 +72,10 @@ class Guard:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, whatever the key's."""
+    """Return a digest of fixed length, independent of the key's."""
     return hashlib.sha256(key).digest()
 
 
 def _hostname(host: str) -> str:
-    """Without the port."""
+    """Return the host without the port."""
     return host[: host.rindex(":")] if ":" in host and not host.endswith("]") else host

@@ -1,9 +1,9 @@
-"""From the engine's thread to the event loop: one call between threads for all that a turn brings, and none while one
-is on its way.
+"""Passes news from the engine's thread to the event loop: one call between threads for all that a turn brings, and
+none while one is pending.
 
-The first chunk of a sequence and its end are handed over at once. What comes in between waits until `MERGE` seconds
-have passed since the last was handed over, so that a stream's tokens are merged by time however fast they come. Where
-there are so many streams that sending takes long, the wait is longer too: requests that arrive need the loop as well.
+The first chunk of a sequence and its end are passed on at once. Tokens in between wait until `MERGE` seconds after the
+last handover, so that a stream's tokens are merged by time, however fast they come. Where there are so many streams
+that sending takes long, the wait is longer too, because new requests need the loop as well.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Protocol
 
 #: Seconds for which tokens of a stream are gathered into one event.
 MERGE = 0.0015
-#: The loop rests from sending at least this many times as long as it took.
+#: After sending, the loop pauses it for at least this many times as long as it took.
 REST = 2.0
 
 
 class Listener(Protocol):
-    """Whatever has news from the engine: `waiting` is the hub's own note that it knows."""
+    """Receives news from the engine; `waiting` is the hub's own mark that the listener is queued."""
 
     waiting: bool
 
     def arrived(self) -> None:
-        """There is something new; called in the event loop."""
+        """Called in the event loop when there is something new."""
 
 
 class Hub:
-    """One for an event loop. `tell` and `wake` are called by any thread, everything else by the loop."""
+    """One for each event loop. `tell` and `wake` may be called by any thread, everything else by the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, merge: float = MERGE):
         self._loop, self._merge = loop, merge
         self._urgent: deque[Listener] = deque()
         self._later: deque[Listener] = deque()
-        self._called = False  # a call into the loop is on its way
-        self._resting = False  # something was handed over a moment ago, and a timer will look again
+        self._called = False  # a call into the loop is pending
+        self._resting = False  # sending pauses, and a timer will look at the queue
 
     def tell(self, listener: Listener, *, urgent: bool) -> None:
-        """It has news, which the loop hears of when it is woken."""
+        """Queue a listener with news; the loop learns of it at `wake`."""
         if urgent:
             self._urgent.append(listener)
         elif not listener.waiting:
@@ -48,7 +48,7 @@ class Hub:
             self._later.append(listener)
 
     def wake(self) -> None:
-        """All is told for now. Each call costs the thread some 10 µs, so there is one for a whole turn."""
+        """Call the loop if there is news. Each call costs the thread some 10 µs, so there is one for a whole turn."""
         if self._called or not (self._urgent or (self._later and not self._resting)):
             return
         self._called = True
@@ -65,7 +65,7 @@ class Hub:
     def _hand_over_later(self) -> None:
         began = time.perf_counter()
         _empty(self._later)
-        self._loop.call_soon(self._sent, began)  # it comes behind those that have just been woken
+        self._loop.call_soon(self._sent, began)  # runs after the listeners that were just woken
 
     def _sent(self, began: float) -> None:
         self._loop.call_later(max(self._merge, REST * (time.perf_counter() - began)), self._look)
@@ -73,7 +73,7 @@ class Hub:
     def _look(self) -> None:
         if not self._later:
             self._resting = False
-            if not self._later:  # asked again, because a thread may have seen the rest and left it to us
+            if not self._later:  # checked again: a thread may have seen the pause and left its news to this timer
                 return
             self._resting = True
         self._hand_over_later()
@@ -82,5 +82,5 @@ class Hub:
 def _empty(news: deque[Listener]) -> None:
     while news:
         listener = news.popleft()
-        listener.waiting = False  # before it looks: what comes from now on is told again
+        listener.waiting = False  # before it looks: later news is queued again
         listener.arrived()

@@ -1,4 +1,4 @@
-"""What /metrics says, in Prometheus' text format: vLLM's names under `warpline:`, buckets that begin at 10 µs."""
+"""The text of /metrics in Prometheus' format: vLLM's names under `warpline:`, buckets that begin at 10 µs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-#: Seconds: 10 µs to 100 s.
+#: Upper bounds in seconds, 10 µs to 100 s.
 LATENCIES = (*(base * 10.0**power for power in range(-5, 2) for base in (1, 2, 5)), 100.0)
-#: Tokens of a request.
+#: Upper bounds of the tokens of a request.
 LENGTHS = tuple(float(2**power) for power in range(11))
 COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 class Histogram:
-    """How often values fell where. One thread writes."""
+    """A histogram in Prometheus' sense. Only one thread may write to it."""
 
     def __init__(self, name: str, meaning: str, bounds: Sequence[float] = LATENCIES):
         self.name, self.meaning, self.bounds = name, meaning, bounds
         self.counts, self.sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """It was so, this many times."""
+        """Count a value, `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def lines(self, labels: str) -> Iterable[str]:
-        """Its text."""
+        """Yield the lines of its text."""
         yield f"# HELP {self.name} {self.meaning}\n# TYPE {self.name} histogram"
         total = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
@@ -41,7 +41,7 @@ class Histogram:
 
 
 class Metrics:
-    """All that is counted here. The engine and the queue are asked when somebody reads."""
+    """Everything counted by the server. Gauges of engine and queue are read only when /metrics is requested."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = 0
@@ -59,17 +59,17 @@ class Metrics:
         self._began = time.time()
 
     def answered(self, path: str, status: int) -> None:
-        """A request has had its answer."""
+        """Count an answer."""
         self.answers[path, status] = self.answers.get((path, status), 0) + 1
 
     def wrote(self, tokens: int, seconds: float) -> None:
-        """A sequence has got tokens, so long after those before (0 for the first). The engine's thread says so."""
+        """Count new tokens of a sequence, `seconds` after its last (0 for the first). Called by the engine's thread."""
         self.generation_tokens += tokens
         if seconds:
             self.between.observe(seconds / tokens, tokens)
 
     def ended(self, reason: str, prompt: int, tokens: int, began: float, first: float, last: float) -> None:
-        """A sequence has ended by itself."""
+        """Count a sequence that has ended by itself; `began`, `first` and `last` are times in seconds."""
         self.finished[reason] += 1
         self.prompt_length.observe(prompt)
         self.length.observe(tokens)
@@ -80,7 +80,7 @@ class Metrics:
             self.each.observe((last - first) / (tokens - 1))
 
     def render(self, model: str, gauges: dict[str, tuple[str, str, float]]) -> str:
-        """All of it; `gauges` are the names, meanings, types and values of what is asked now."""
+        """Return the whole text; `gauges` maps names to meanings, types and current values."""
         name = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         labels = f'model_name="{name}"'
         lines: list[str] = []
@@ -107,7 +107,7 @@ class Metrics:
         return "\n".join([*lines, *self._process()]) + "\n"
 
     def _process(self) -> Iterable[str]:
-        """What every exporter says of its process."""
+        """Yield the metrics of the process that every exporter has."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         values = (

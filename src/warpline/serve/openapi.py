@@ -1,4 +1,4 @@
-"""The API's description: OpenAPI 3.1, made from the structs that read requests, and a page of it."""
+"""The API's description: OpenAPI 3.1, made from the structs that parse requests, and as a page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MODEL = _object(
 _MESSAGE = _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": {"type": "null"}})
 _STREAMED = "With stream: true, events of text/event-stream instead, the last of them [DONE]."
 
-#: Path, method, summary, the struct of its body, and what it answers with.
+#: Path, method, summary, the struct of its body, and the schema or content type of the answer.
 _PATHS: tuple[tuple[str, str, str, type | None, dict[str, Any] | str], ...] = (
     ("/v1/completions", "post", f"Continue prompts. {_STREAMED}", CompletionRequest,
      _answer({"text": _TEXT}, "text_completion")),
@@ -72,7 +72,7 @@ _PATHS: tuple[tuple[str, str, str, type | None, dict[str, Any] | str], ...] = (
 
 @functools.cache
 def document() -> bytes:
-    """The description, as JSON."""
+    """Return the description as JSON."""
     kinds = [body for *_, body, _ in _PATHS if body is not None]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     error = _object(
@@ -128,7 +128,7 @@ def _operation(path: str, summary: str, body: type | None, answer: dict[str, Any
 
 
 def _tidied(schema: dict[str, Any]) -> dict[str, Any]:
-    """Prompts are told apart here, which one struct field cannot."""
+    """Distinguish the kinds of prompts, which one struct field cannot do."""
     properties = schema.get("properties", {})
     if "prompt" in properties and "anyOf" in properties["prompt"]:
         ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -150,7 +150,7 @@ _STYLE = (
 
 @functools.cache
 def readable() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The description as a page, and the page's headers."""
+    """Return the description as a page, and the page's headers."""
     found = msgspec.json.decode(document())
     schemas, parts = found["components"]["schemas"], []
     for path, methods in found["paths"].items():
@@ -183,7 +183,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _kind(said: dict[str, Any]) -> str:
-    """A field's type in a few words."""
+    """Return a field's type in a few words."""
     if "anyOf" in said:
         kinds = [_kind(one) for one in said["anyOf"] if one.get("type") != "null"]
         words = ", or ".join(dict.fromkeys(kinds))

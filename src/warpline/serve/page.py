@@ -1,4 +1,4 @@
-"""The page at /: one file, whose scripts and styles the browser knows by their hashes and which loads nothing else."""
+"""The page at /: one file that loads nothing else; the browser checks its scripts and styles by their hashes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from importlib import resources
 
 @functools.cache
 def page() -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The page, and its headers.
+    """Return the page and its headers.
 
-    Only what stands in its <script> and <style> elements runs: no style or event attributes, no other files. It may
-    ask this server alone.
+    Only the contents of its <script> and <style> elements run: no style or event attributes, no other files. It may
+    connect to this server only.
     """
     body = resources.files("warpline.serve").joinpath("page.html").read_bytes()
     return body, headers(body)
 
 
 def headers(body: bytes) -> list[tuple[bytes, bytes]]:
-    """What a browser may do with a page of ours."""
+    """Return the headers that restrict what a page of ours may do."""
     rules = [
         "default-src 'none'",
         f"script-src {_hashes(body, b'script')}",

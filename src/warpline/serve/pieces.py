@@ -1,4 +1,4 @@
-"""Tokens to the text of events, as JSON: from a table where nothing more is asked for, else with what it takes."""
+"""Turns tokens into the text of events as JSON: by a table for plain text, otherwise with a decoder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _encode = msgspec.json.encode
 
 
 def quoted(text: str) -> bytes:
-    """As a JSON string, without the quotation marks."""
+    """Return the text as a JSON string, without the quotation marks."""
     return _encode(text)[1:-1]
 
 
 class Table:
-    """Every token's text as JSON, made once. None where a token is no whole characters."""
+    """Every token's text as JSON, made once; None for a token that is not whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int):
         self.tokenizer = tokenizer
         self.escaped: list[bytes | None] = []
-        self.longest = 1  # characters of a token
+        self.longest = 1  # most characters of a token
         for token in range(vocab):
             try:
-                raw = tokenizer.joined_bytes([token])  # nothing for a special token, or one beyond the tokenizer's
+                raw = tokenizer.joined_bytes([token])  # empty for a special token; it may exceed the tokenizer's
                 self.longest = max(self.longest, 64 if raw is None else len(raw))
                 self.escaped.append(None if raw is None else quoted(raw.decode("utf-8")))
             except UnicodeDecodeError:
@@ -35,7 +35,7 @@ class Table:
         self.on_bytes = tokenizer.joined_bytes([]) is not None
 
     def name(self, token: int) -> str:
-        """A token's text by itself; one that is no whole characters is written as its bytes, as OpenAI does."""
+        """Return a token's text by itself; one that is not whole characters is written as its bytes, as OpenAI does."""
         raw = self.tokenizer.joined_bytes([token], special=True)
         if raw is None:
             return self.tokenizer.decode([token], special=True)
@@ -45,44 +45,44 @@ class Table:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def bytes_of(self, token: int) -> list[int]:
-        """The same as numbers."""
+        """Return a token's text as a list of bytes."""
         raw = self.tokenizer.joined_bytes([token], special=True)
         return list(self.tokenizer.decode([token], special=True).encode() if raw is None else raw)
 
 
 class Piece(NamedTuple):
-    """What an event says: text as JSON, and which of the sequence's tokens are in it."""
+    """The text of an event as JSON, and which of the sequence's tokens are in it."""
 
     text: bytes
     first: int
     last: int
-    offsets: list[int] | None = None  # where in the text the tokens begin, if somebody wants to know
+    offsets: list[int] | None = None  # where in the text the tokens begin, for logprobs
 
 
 class Maker(Protocol):
     """Makes the text of one sequence."""
 
     def take(self, tokens: list[int], *, ended: bool) -> list[Piece]:
-        """What is new, given the tokens since the last time; `ended` if no more come."""
+        """Return the new pieces, from the tokens since the last call; `ended` if no more will come."""
 
 
 class Plain:
-    """Text alone, and no stop text to look out for: joined from the table."""
+    """Plain text without stop texts, joined from the table."""
 
     def __init__(self, table: Table):
         self._table, self._count = table, 0
         self._escaped = table.escaped.__getitem__
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if table.on_bytes else None
         self._stream = None if table.on_bytes else table.tokenizer.stream()
-        self._whole = table.on_bytes  # whether no character is unfinished
+        self._whole = table.on_bytes  # whether the last character is complete
 
     def take(self, tokens: list[int], *, ended: bool) -> list[Piece]:
-        """One piece at most."""
+        """Return at most one piece."""
         first, self._count = self._count, self._count + len(tokens)
         if self._whole:
             try:
                 return [Piece(b"".join(map(self._escaped, tokens)), first, self._count)]  # type: ignore[arg-type]
-            except TypeError:  # a token that is a part of a character
+            except TypeError:  # a token that is part of a character
                 pass
         return [Piece(quoted(self._decoded(tokens, ended)), first, self._count)]
 
@@ -98,13 +98,13 @@ class Plain:
 
 
 class Stopped:
-    """Text that may end at a stop text, which the engine's thread looks for as tokens come."""
+    """Text with stop texts, which the engine's thread looks for as tokens come."""
 
     def __init__(self, text: Text):
         self._text, self._count = text, 0
 
     def take(self, tokens: list[int], *, ended: bool) -> list[Piece]:
-        """One piece at most; what may become a stop text is kept back."""
+        """Return at most one piece; text that may become a stop text is kept back."""
         first, self._count = self._count, self._count + len(tokens)
         if ended:
             self._text.finish()
@@ -112,16 +112,16 @@ class Stopped:
 
 
 class Itemised:
-    """Token by token: for log-probabilities, and for events of so many tokens each."""
+    """Text token by token: for log-probabilities, and for events of `interval` tokens each."""
 
     def __init__(self, tokenizer: Tokenizer, text: Text | None, interval: int | None, offset: int = 0):
         self._decoder, self._text, self._interval, self._offset = tokenizer.stream(), text, interval, offset
-        self._ends = [0]  # characters up to each token, beginning with none
+        self._ends = [0]  # characters up to the end of each token, starting with 0
         self._made = ""  # the text, where the engine makes none
-        self._shown = self._visible = 0  # tokens in events so far, characters that may be seen
+        self._shown = self._visible = 0  # tokens in events so far, characters that may be sent
 
     def take(self, tokens: list[int], *, ended: bool) -> list[Piece]:
-        """A piece for each event."""
+        """Return a piece for each event."""
         for token in tokens:
             text = self._decoder.push(token)
             self._made += text
@@ -131,12 +131,12 @@ class Itemised:
         ready = count if ended else self._shown
         while not ended and ready < count and self._ends[ready + 1] <= self._visible:
             ready += 1
-        if ended and self._text is not None and self._text.cut:  # tokens of the stop text are not shown
+        if ended and self._text is not None and self._text.cut:  # tokens of the stop text are left out
             while ready > self._shown and self._ends[ready - 1] >= self._visible:
                 ready -= 1
         pieces = [self._piece(first, last, whole) for first, last in self._groups(ready, ended)]
         if ended:
-            rest = whole[min(self._ends[self._shown], len(whole)) :]  # what is left of a character
+            rest = whole[min(self._ends[self._shown], len(whole)) :]  # the text left after the last token
             if pieces:
                 last = pieces.pop()
                 begin = min(self._ends[last.first], len(whole))

@@ -1,4 +1,4 @@
-"""Requests as they come over the wire, and one rule for fields: what could change the answer is honoured or refused.
+"""Requests as they arrive; one rule for fields: whatever could change the answer is honoured or refused.
 
 Fields that the structs do not have are refused. Fields of OpenAI's API that change nothing in an answer are accepted.
 """
@@ -21,7 +21,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Texts = Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=32)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)] | Texts
 TokenIds = list[int]
-#: msgspec takes one kind of list in a union, so what is in it is looked at by `prompts_of`.
+#: msgspec allows one kind of list in a union, so `prompts_of` checks what is in it.
 Prompt = Annotated[
     str | Annotated[list[str | int | TokenIds], Meta(min_length=1)],
     Meta(description="A text, token ids, a list of texts, or a list of lists of token ids."),
@@ -29,17 +29,17 @@ Prompt = Annotated[
 
 
 class Struct(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON object without other fields than these."""
+    """A JSON object with these fields only."""
 
 
 class StreamOptions(Struct, kw_only=True):
-    """What else a stream brings."""
+    """What a stream contains besides text."""
 
     include_usage: bool = False
 
 
 class Sampling(Struct, kw_only=True):
-    """What completions and chats have in common."""
+    """The fields that completions and chats have in common."""
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -53,7 +53,7 @@ class Sampling(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = None
-    # beyond OpenAI's
+    # extensions to OpenAI's fields
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -64,7 +64,7 @@ class Sampling(Struct, kw_only=True):
     ) = None
     return_token_ids: bool | None = None
     return_timings: bool | None = None
-    # accepted: they change nothing
+    # accepted, because they change nothing
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -84,14 +84,14 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """A part of a message; only texts are taken."""
+    """A part of a message; only text parts are accepted."""
 
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """Somebody's words."""
+    """A message of a conversation."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[Part] | None = None
@@ -137,7 +137,7 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 def decode(body: bytes, kind: type[Any]) -> Any:
-    """The request in `body`, or an error that names the field."""
+    """Parse the request in `body`; an error names the field."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
         decoder = _DECODERS[kind] = msgspec.json.Decoder(kind)
@@ -164,7 +164,7 @@ def _explained(message: str, kind: type[Any]) -> ApiError:
 
 
 def prompts_of(prompt: str | list[Any], most: int) -> list[str] | list[list[int]]:
-    """A list of texts, or a list of lists of ids."""
+    """Return a list of texts, or a list of lists of ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
@@ -178,7 +178,7 @@ def prompts_of(prompt: str | list[Any], most: int) -> list[str] | list[list[int]
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    """The stop texts."""
+    """Return the stop texts."""
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop))

@@ -1,4 +1,4 @@
-"""What is served where."""
+"""The routes, and the handlers behind them."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 Scope = Message
 Handler = Callable[[State, Scope, Receive, Send], Awaitable[None]]
 
-#: Seconds in which a body must have come.
+#: Seconds within which a body must arrive.
 BODY_SECONDS = 30.0
-#: Characters from which on a prompt is encoded in another thread, so that the event loop goes on.
+#: A prompt of this many characters is encoded in another thread, so that the event loop goes on.
 LONG = 8192
 
 
 class Endpoint:
-    """An ASGI app for one path: a handler for each method, whose errors become answers."""
+    """An ASGI app for one path: a handler for each method, and errors turned into answers."""
 
     def __init__(self, state: State, path: str, handlers: dict[str, Handler], *, absent: bool = False):
         self._state, self._path, self._handlers, self._absent = state, path, handlers, absent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer a request."""
         status, began = 200, time.perf_counter()
         try:
             handle = self._handlers.get(scope["method"])
@@ -78,7 +78,7 @@ class Endpoint:
 
 
 def routes(state: State) -> list[Route]:
-    """All of them."""
+    """Return all routes."""
     table: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/completions", completions),
         ("POST", "/v1/chat/completions", chat_completions),
@@ -103,7 +103,7 @@ def routes(state: State) -> list[Route]:
 
 
 async def completions(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """POST /v1/completions."""
+    """Answer POST /v1/completions."""
     began = time.perf_counter()
     state.require_ready()
     asked = decode(await read_body(state, scope, receive), CompletionRequest)
@@ -121,7 +121,7 @@ async def completions(state: State, scope: Scope, receive: Receive, send: Send) 
 
 
 async def chat_completions(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """POST /v1/chat/completions."""
+    """Answer POST /v1/chat/completions."""
     began = time.perf_counter()
     state.require_ready()
     asked = decode(await read_body(state, scope, receive), ChatRequest)
@@ -138,7 +138,7 @@ async def chat_completions(state: State, scope: Scope, receive: Receive, send: S
 
 
 class _Places:
-    """Places for a request, given back unless a `Generation` has taken them over."""
+    """Places for a request, returned at exit unless a `Generation` has taken them over."""
 
     def __init__(self, state: State, count: int):
         self._admission, self._count = state.admission, count
@@ -150,7 +150,7 @@ class _Places:
         self._admission.give_back(self._count)
 
     def handed_over(self) -> None:
-        """They are another's now."""
+        """Leave the places to the `Generation`."""
         self._count = 0
 
 
@@ -188,7 +188,7 @@ def _asked(
 async def _answer(
     state: State, scope: Scope, receive: Receive, send: Send, asked: Asked, style: type[Style], places: _Places
 ) -> None:
-    state.require_ready()  # it may have changed while the body came
+    state.require_ready()  # it may have changed while the body arrived
     metrics = state.metrics
     metrics.prompt_tokens += sum(map(len, asked.ids))
     metrics.asked_n.observe(asked.n)
@@ -200,11 +200,11 @@ async def _answer(
 
 
 async def encoded(state: State, prompts: list[str] | list[list[int]], param: str = "prompt") -> list[list[int]]:
-    """Ids of prompts, all of which fit."""
+    """Return the ids of all prompts; one that does not fit the context raises an error."""
     tokenizer, context, vocab = state.backend.tokenizer, state.backend.config.n_positions, len(state.table.escaped)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
-        if len(text) > context * state.table.longest:  # no need to encode it
+        if len(text) > context * state.table.longest:  # longer than the context without being encoded
             raise _too_long(f"more than {context:,}", context, param)
     try:
         if sum(map(len, texts)) > LONG:
@@ -239,20 +239,20 @@ def _too_long(tokens: str, context: int, param: str) -> ApiError:
 
 
 async def models(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /v1/models."""
+    """Answer GET /v1/models."""
     state.require_ready()
     await _json(send, {"object": "list", "data": [_model(state)]})
 
 
 async def model(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /v1/models/{id}."""
+    """Answer GET /v1/models/{id}."""
     state.require_ready()
     check_model(state, scope["path_params"]["model"])
     await _json(send, _model(state))
 
 
 async def tokenize(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """POST /tokenize."""
+    """Answer POST /tokenize."""
     state.require_ready()
     asked = decode(await read_body(state, scope, receive), TokenizeRequest)
     check_model(state, asked.model)
@@ -270,7 +270,7 @@ async def tokenize(state: State, scope: Scope, receive: Receive, send: Send) -> 
 
 
 async def detokenize(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """POST /detokenize."""
+    """Answer POST /detokenize."""
     state.require_ready()
     asked = decode(await read_body(state, scope, receive), DetokenizeRequest)
     check_model(state, asked.model)
@@ -281,7 +281,7 @@ async def detokenize(state: State, scope: Scope, receive: Receive, send: Send) -
 
 
 async def health(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /health: 200 if requests are taken, else 503, and why."""
+    """Answer GET /health: 200 if requests are taken, else 503 with the reason."""
     found = {"status": state.status} | ({"reason": state.why} if state.why else {})
     if state.status == "ok":
         await _json(send, found)
@@ -291,36 +291,36 @@ async def health(state: State, scope: Scope, receive: Receive, send: Send) -> No
 
 
 async def metrics(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /metrics."""
+    """Answer GET /metrics."""
     state.require_ready()
     body = state.metrics.render(state.name, state.gauges()).encode()
     await state.respond(send, 200, body, b"text/plain; version=0.0.4; charset=utf-8")
 
 
 async def version(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /version."""
+    """Answer GET /version."""
     await _json(send, {"version": __version__})
 
 
 async def description(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /openapi.json."""
+    """Answer GET /openapi.json."""
     await state.respond(send, 200, openapi.document())
 
 
 async def docs(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /docs."""
+    """Answer GET /docs."""
     body, headers = openapi.readable()
     await state.respond(send, 200, body, b"text/html; charset=utf-8", headers)
 
 
 async def front(state: State, scope: Scope, receive: Receive, send: Send) -> None:
-    """GET /: the page."""
+    """Answer GET / with the page."""
     body, headers = page()
     await state.respond(send, 200, body, b"text/html; charset=utf-8", headers)
 
 
 def check_model(state: State, name: str | None) -> None:
-    """A request for another model is an error, not an answer by this one."""
+    """Raise if the request names another model: this one must not answer it."""
     if name is not None and name != state.name:
         message = f"there is no model '{name[:80]}' here: this server has '{state.name}'"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -345,7 +345,7 @@ async def _json(send: Send, found: Any) -> None:
 
 
 async def read_body(state: State, scope: Scope, receive: Receive) -> bytes:
-    """The body, if it is not too large and comes in time."""
+    """Return the body; raise if it is too large or too slow."""
     most = state.settings.max_body
     for name, value in scope["headers"]:
         if name == b"content-length" and (not value.isdigit() or int(value[:20]) > most):

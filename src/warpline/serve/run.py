@@ -1,4 +1,4 @@
-"""Runs the app with uvicorn: binds first, loads then, drains in the end."""
+"""Runs the app with uvicorn: binds the socket, then loads the model, and drains at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, for our app. The first signal lets what runs come to its end, the second does not wait for it."""
+    """uvicorn's server for our app. The first signal lets running requests finish, the second ends them."""
 
     def __init__(self, app: App, *, shutdown_timeout: float = 30.0, log_level: str = "warning"):
         self.state: State = app.server
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             access_log=False,
             log_config=None,
-            log_level="debug" if log_level == "debug" else "error",  # it warns of every request that is no HTTP
+            log_level="debug" if log_level == "debug" else "error",  # as a warning it logs each request that is no HTTP
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=30,
@@ -49,7 +49,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGINT or SIGTERM."""
+        """Handle SIGINT or SIGTERM."""
         if self.should_exit:
             self.force_exit = True
             return
@@ -59,12 +59,12 @@ class Server(uvicorn.Server):
             logger.warning("ending when %d request(s) have been answered; the next signal ends them", waiting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Nothing more is taken; what runs has its time."""
+        """Refuse new requests and give running ones their time."""
         self.state.status = "draining"
         await super().shutdown(sockets)
 
     def run_on(self, listening: socket.socket) -> None:
-        """Serve until somebody says `should_exit`."""
+        """Serve until `should_exit` is set."""
         with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
             runner.run(self.serve(sockets=[listening]))
 
@@ -79,7 +79,7 @@ def serve(
     log_level: str = "warning",
     ready: Callable[[str, State], None] | None = None,
 ) -> None:
-    """Serve until a signal comes. Raises what `load` raised. `ready` is called with the URL when requests are taken."""
+    """Serve until a signal comes; raise what `load` raised. `ready` is called with the URL when requests are taken."""
     if is_loopback(host) and not settings.allowed_hosts:
         settings = replace(settings, allowed_hosts=(*LOOPBACK, host.lower()))
     listening = bound(host, port)
@@ -104,12 +104,12 @@ def serve(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach it."""
+    """Whether only programs of this machine can reach this host."""
     return host.lower() in ("localhost", "::1") or host.startswith("127.")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there."""
+    """Return a socket that listens on this host and port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -121,6 +121,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """How a client calls it."""
+    """Return the URL of the socket for clients."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""A request's settings as `SamplingParams`: the one place that knows both."""
+"""Converts a request's settings into `SamplingParams`; the only module that knows both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME = (
 def params_of(
     asked: Sampling, *, room: int, vocab: int, logprobs: int | None, stops: tuple[str, ...] = ()
 ) -> SamplingParams:
-    """What the engine is told. `room` is what the context has left; `stops` are ends that a chat template brings."""
+    """Return the engine's settings; `room` is the tokens left in the context, `stops` a template's stop texts."""
     most = _max_tokens(asked, room)
     named: dict[str, Any] = {**DEFAULTS, "max_tokens": max(1, min(most, room)), "logprobs": logprobs}
     for name in _SAME:
@@ -30,7 +30,7 @@ def params_of(
         if value is not None:
             named[name] = value
     if asked.top_k is not None:
-        named["top_k"] = max(0, asked.top_k)  # some clients say -1 for all
+        named["top_k"] = max(0, asked.top_k)  # some clients send -1 for all
     if asked.seed is not None:
         named["seed"] = asked.seed % 2**64
     if asked.logit_bias:
@@ -50,7 +50,7 @@ def params_of(
 
 @functools.lru_cache(maxsize=1024)
 def _checked(named: tuple[tuple[str, Any], ...]) -> SamplingParams:
-    """Clients send the same settings again and again, and each is checked once."""
+    """Check settings; cached, because clients send the same ones again and again."""
     return SamplingParams(**dict(named))
 
 
@@ -62,7 +62,7 @@ def _max_tokens(asked: Sampling, room: int) -> int:
 
 
 def wants_nothing(asked: Sampling) -> bool:
-    """Whether not a single token is asked for: a prompt is to be scored, or echoed."""
+    """Whether no token is requested: the prompt is to be scored or echoed only."""
     return _max_tokens(asked, 1) == 0
 
 
@@ -73,7 +73,7 @@ def _token_id(key: str, vocab: int) -> int:
 
 
 def refuse_unsupported(asked: Sampling) -> None:
-    """One line about what this server cannot do."""
+    """Raise if the request needs what this server cannot do."""
     if asked.stream_options is not None and not asked.stream:
         raise bad("stream_options needs stream: true", "stream_options")
     if isinstance(asked, CompletionRequest):

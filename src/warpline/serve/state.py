@@ -1,4 +1,4 @@
-"""What the server knows: what generates, whether it works, who is being answered, what was counted."""
+"""The server's state: its backend, its status, the answers in progress, the counters."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which one event that a reader does not take ends its connection.
+#: Seconds after which an event that the client does not read ends its connection.
 SLOW_READER = 30.0
-#: Seconds between two tries of an engine that has failed, and how long a try may take.
+#: Seconds between two attempts to restart a failed engine, and seconds one attempt may take.
 PROBE, PROBE_LIMIT = 1.0, 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What can be set. The defaults are safe ones."""
+    """The settings of a server. The defaults are safe."""
 
-    name: str | None = None  # of the model, as clients know it
+    name: str | None = None  # of the model, as clients see it
     api_keys: tuple[str, ...] = ()
-    max_queue: int = 256  # sequences that wait, beside those that run
+    max_queue: int = 256  # sequences that wait, besides those that run
     max_body: int = 4 << 20  # bytes
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names by which the server may be called; none allows any
+    allowed_hosts: tuple[str, ...] = ()  # names by which clients may call the server; empty allows any
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,17 +57,17 @@ class Settings:
 
 @dataclass(eq=False)
 class State:
-    """One for each app. The event loop alone changes it."""
+    """One for each app. Only the event loop changes it."""
 
     settings: Settings
     status: str = "loading"  # then "ok", "draining" or "failed"
     metrics: Metrics = field(default_factory=Metrics)
     answers: set[Generation] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
-    why: str = ""  # it has failed
+    why: str = ""  # why it has failed
 
     def attach(self, backend: Backend, loop: asyncio.AbstractEventLoop) -> None:
-        """There is something that generates: from now on requests are taken."""
+        """Set the backend; from now on requests are taken."""
         self.backend, self.loop, self._thread = backend, loop, threading.get_ident()
         self.name = self.settings.name or public_name(backend.model)
         self.hub = Hub(loop)
@@ -77,11 +77,11 @@ class State:
         self.admission = Admission(backend.max_batch, self.settings.max_queue)
         self._sweeper = loop.create_task(self._sweep())
         gc.collect()
-        gc.freeze()  # what is there now stays: collections need not look at it
+        gc.freeze()  # objects that exist now are permanent, and the collector skips them
         self.status = "ok"
 
     def require_ready(self) -> None:
-        """Refuse what comes too early or too late."""
+        """Raise while the server is loading, draining or failed."""
         if self.status == "ok":
             return
         if self.status == "loading":
@@ -90,10 +90,10 @@ class State:
             raise ApiError(503, "the server is shutting down", retry_after=1, code="draining", close=True)
         raise ApiError(503, f"the engine has failed: {self.why}", retry_after=5, code="engine_failed")
 
-    # --- of sequences -------------------------------------------------------------------------------------------------
+    # --- sequences ----------------------------------------------------------------------------------------------------
 
     def ended(self, answer: Generation, choice: Choice) -> None:
-        """One has come to its end by itself."""
+        """Release and count a sequence that has ended by itself."""
         self.admission.give_back(1)
         job, asked = choice.job, answer.asked
         if choice.maker is None:
@@ -103,13 +103,13 @@ class State:
         self.metrics.ended(reason, job.prompt_length, tokens, asked.began, choice.first, choice.last)
 
     def aborted(self, choice: Choice) -> None:
-        """One was called off."""
+        """Release and count a sequence that was cancelled."""
         self.admission.give_back(1)
         if choice.maker is not None:
             self.metrics.finished["abort"] += 1
 
     def timings(self, answer: Generation) -> dict[str, Any]:
-        """What an answer took, and how near the memory's limit that was."""
+        """Return the times of an answer in seconds, and its bandwidth beside the memory's limit."""
         began, jobs = answer.asked.began, [choice.job for choice in answer.choices]
         first = min(choice.first for choice in answer.choices)
         last = max(choice.last for choice in answer.choices)
@@ -125,12 +125,12 @@ class State:
         found["limit_gb_per_second"] = None if limit is None else round(limit[0], 3)
         return found
 
-    # --- of failures --------------------------------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------------------------------
 
     def failure(self, error: WarplineError) -> ApiError:
-        """What a client is told of an error of the engine's."""
+        """Return the error for a client after a failure of the engine."""
         said = self.public(str(error))
-        if isinstance(error, ModelError):  # of this sequence alone
+        if isinstance(error, ModelError):  # concerns this sequence alone
             return ApiError(500, said, code="model_error")
         if self.status == "ok":
             self.status, self.why = "failed", said
@@ -139,11 +139,11 @@ class State:
         return ApiError(503, f"the engine has failed: {said}", retry_after=5, code="engine_failed")
 
     def public(self, message: str) -> str:
-        """Without the place where the model lies."""
+        """Return the message without the path of the model."""
         return message.replace(self.backend.model, self.name)
 
     async def _try_again(self) -> None:
-        """Until the engine writes a token again."""
+        """Send probes until the engine writes a token again."""
         from warpline.engine.job import Job
         from warpline.engine.request import Request
 
@@ -169,7 +169,7 @@ class State:
                 logger.warning("the engine works again")
 
     async def _sweep(self) -> None:
-        """End connections whose readers take nothing."""
+        """End connections whose clients do not read."""
         while True:
             await asyncio.sleep(SLOW_READER / 4)
             late = self.loop.time() - SLOW_READER
@@ -178,7 +178,7 @@ class State:
                     answer.cut()
 
     async def close(self) -> None:
-        """The server ends."""
+        """End the tasks and close the backend."""
         self.status = "draining"
         for task in (getattr(self, "_sweeper", None), getattr(self, "_probe", None)):
             if task is not None:
@@ -188,10 +188,10 @@ class State:
         if hasattr(self, "backend"):
             await asyncio.to_thread(self.backend.close)
 
-    # --- what is read -------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, tuple[str, str, float]]:
-        """Names, meanings, types and values of what is asked when somebody reads /metrics."""
+        """Return names, meanings, types and values of what is only computed when /metrics is requested."""
         engine, stats = self.backend.engine, self.backend.engine.stats
         running = engine.count - engine.free
         cpu = time.clock_gettime(time.pthread_getcpuclockid(self._thread))
@@ -217,7 +217,7 @@ class State:
     async def respond(
         send: Send, status: int, body: bytes, kind: bytes = b"application/json", headers: Any = ()
     ) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         size = str(len(body)).encode()
         start = [(b"content-type", kind), (b"content-length", size), (b"x-content-type-options", b"nosniff"), *headers]
         await send({"type": "http.response.start", "status": status, "headers": start})
@@ -225,7 +225,7 @@ class State:
 
 
 def public_name(model: str) -> str:
-    """A model's name without the path to it."""
+    """Return a model's name without its path."""
     path = Path(model).expanduser()
     is_path = model.startswith((".", "/", "~")) or path.exists()
     return (path.resolve().name or "model") if is_path else model

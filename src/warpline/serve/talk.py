@@ -1,4 +1,4 @@
-"""A conversation, or a text that two write in turns: with a model of this process, or with one behind a URL."""
+"""A conversation, or a text written in turns, with a model in this process or on a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warpline.engine.llm import LLM
 
 Messages = list[dict[str, str]]
-#: Settings that other servers may not know: sent only where they are not the usual.
+#: Settings that other servers may not know: sent only where they differ from the default.
 _OURS = ("top_k", "min_p", "repetition_penalty")
 
 
@@ -26,7 +26,7 @@ class TooLong(WarplineError):
 
 
 class Reply:
-    """Pieces of an answer as they come. Closing it calls the rest off."""
+    """Pieces of an answer as they come. Closing it cancels the rest."""
 
     def __init__(self, pieces: Iterator[str], close: Callable[[], None]):
         self._pieces, self._close = pieces, close
@@ -36,25 +36,25 @@ class Reply:
         return self._pieces
 
     def close(self) -> None:
-        """Enough."""
+        """Cancel the rest of the answer."""
         self._close()
 
 
 class Partner(Protocol):
-    """Whoever answers."""
+    """A model that answers, local or remote."""
 
     described: str
     chats: bool  # whether it was made for conversations
     context: int | None
 
     def answer(self, messages: Messages, params: SamplingParams) -> Reply:
-        """To a conversation."""
+        """Answer a conversation."""
 
     def go_on(self, text: str, params: SamplingParams) -> Reply:
-        """From the end of a text."""
+        """Continue a text."""
 
     def close(self) -> None:
-        """No more will be asked."""
+        """Release what the partner holds; no request follows."""
 
 
 class Local:
@@ -69,12 +69,12 @@ class Local:
         self.context: int | None = llm.config.n_positions
 
     def answer(self, messages: Messages, params: SamplingParams) -> Reply:
-        """By the model's template."""
+        """Answer by the model's template."""
         text, stops = self._template.render(messages)
         return self.go_on(text, replace(params, stop=(*params.stops, *stops)))
 
     def go_on(self, text: str, params: SamplingParams) -> Reply:
-        """By the engine's own thread, so that an interrupt hits nothing but the waiting."""
+        """Generate on the engine's own thread, so that an interrupt only stops the waiting."""
         ids = self._llm.tokenizer.encode(text, special=True)
         if len(ids) >= self._llm.config.n_positions:
             raise TooLong(f"the text has {len(ids):,} tokens, and the model's context is {self.context:,}")
@@ -92,12 +92,12 @@ class Local:
         return reply
 
     def close(self) -> None:
-        """Let the engine's thread end before Python does."""
+        """Stop the engine's thread, before Python ends."""
         self._llm.close()
 
 
 class Remote:
-    """A server that speaks the OpenAI protocol."""
+    """A server with the OpenAI protocol."""
 
     def __init__(self, url: str, *, model: str | None = None, key: str | None = None, timeout: float = 300.0):
         where = address_of(url)
@@ -116,15 +116,15 @@ class Remote:
         self.context: int | None = known.get("max_model_len")
 
     def answer(self, messages: Messages, params: SamplingParams) -> Reply:
-        """By the server's template."""
+        """Answer by the server's template."""
         return self._ask("/chat/completions", {"messages": messages}, params)
 
     def go_on(self, text: str, params: SamplingParams) -> Reply:
-        """From the end of a text."""
+        """Continue a text."""
         return self._ask("/completions", {"prompt": text}, params)
 
     def close(self) -> None:
-        """Connections last as long as an answer."""
+        """Do nothing: a connection lasts as long as an answer."""
 
     def _models(self) -> list[dict[str, Any]]:
         with closing(self._open()) as connection:
@@ -215,7 +215,7 @@ def _message(found: Any) -> str:
 
 
 class Conversation:
-    """What was said so far. `write` makes it one text: whatever is said is added to it, and the model goes on."""
+    """The messages so far. With `write` they are one text: every input is appended to it, and the model continues."""
 
     def __init__(
         self, partner: Partner, params: SamplingParams, *, system: str | None = None, write: bool | None = None,
@@ -233,20 +233,20 @@ class Conversation:
 
     @property
     def begun(self) -> bool:
-        """Whether there is an answer to be given again."""
+        """Whether there is an answer that can be generated again."""
         return bool(self._text if self.write else self._said)
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the conversation."""
         return self._text if self.write else "\n".join(f"{m['role']}: {m['content']}" for m in self._said)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self._said, self._text, self._before, self._earlier, self._used = [], "", "", "", 0
 
     def say(self, words: str) -> Iterator[str]:
-        """Pieces of the answer. What has come stays, also if the reader stops in the middle."""
+        """Yield the pieces of the answer. Those that came are kept, also if the caller stops in the middle."""
         if self.write:
             self._earlier, self._before = self._before, self._joined(words)
         else:
@@ -254,13 +254,13 @@ class Conversation:
         return self._answer(self.params)
 
     def again(self) -> Iterator[str]:
-        """Another answer to the same, whatever the seed is."""
+        """Yield another answer to the last input, with a new seed."""
         if not self.write and self._said and self._said[-1]["role"] == "assistant":
             self._said.pop()
         return self._answer(replace(self.params, seed=None))
 
     def _joined(self, words: str) -> str:
-        """A word goes on in the line, behind the end of a sentence a new one begins."""
+        """Append words to the text: in the same line, or in a new line after the end of a sentence."""
         if not self._text or not words or self._text[-1].isspace():
             return self._text + words
         return self._text + ("\n" if self._text[-1] in ".!?\"”'’…" else " ") + words
@@ -300,14 +300,14 @@ class Conversation:
         return self.partner.answer([*self._system, *self._said], params)
 
     def _forget(self) -> None:
-        """What could not be answered was not said."""
+        """Remove the input that could not be answered."""
         if self.write:
             self._before = self._earlier
         elif self._said and self._said[-1]["role"] == "user":
             self._said.pop()
 
     def _shorten(self) -> bool:
-        """Leave out the oldest; False if nothing can be left out."""
+        """Leave out the oldest part; return False if nothing can be left out."""
         if self.write:
             third = len(self._before) // 3
             cut = next((i + 1 for i in range(third, len(self._before) // 2) if self._before[i] in ".\n"), third)

@@ -1,1 +1,1 @@
-"""Sweeps of the kernels' tunables: what is best on a GPU is stored, and launches pick it up."""
+"""Sweeps of the kernels' tunables: the best for a GPU are stored, and launches use them."""

@@ -1,4 +1,4 @@
-"""Everything a sweep measured, line by line as it happens, so that a sweep that was killed goes on where it was."""
+"""A journal of all measurements of a sweep, written as they happen, so that a sweep that was killed can continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What became of one candidate: its time, beside the default's in the same round, or why there is none."""
+    """The result of one candidate: its time and the default's in the same round, or why there is none."""
 
     values: Values
     us: float | None = None
@@ -29,27 +29,27 @@ class Attempt:
 
     @property
     def ratio(self) -> float:
-        """Of its time to the default's."""
+        """Its time over the default's; infinite without a time."""
         return self.us / self.default_us if self.us is not None else float("inf")
 
 
 class Journal:
-    """A file of attempts, for one GPU."""
+    """The file of attempts for one GPU."""
 
     def __init__(self, gpu: str, *, fresh: bool = False):
         self.path = cache_dir() / "tune" / f"{slug(gpu)}.jsonl"
         self._known: dict[tuple[str, ...], dict[Values, Attempt]] = {}
         text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
-        self._torn = bool(text) and not text.endswith("\n")  # by a process that was killed while it wrote
+        self._torn = bool(text) and not text.endswith("\n")  # true if a process was killed while it wrote
         if not fresh:
             self._read(text.splitlines())
 
     def known(self, case: Case) -> dict[Values, Attempt]:
-        """What was found out about a case, with the code it has now."""
+        """Return the attempts at a case with its present code."""
         return dict(self._known.get((*case.key, case.way), {}))
 
     def write(self, case: Case, attempts: Sequence[Attempt]) -> None:
-        """Keep attempts, all of them or, if the process ends here, none."""
+        """Append attempts in one line: if the process ends here, all or none of them are kept."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:

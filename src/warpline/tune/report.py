@@ -1,4 +1,4 @@
-"""What a sweep found: rows, the table of gains, a heat map, and the choices that follow from them."""
+"""Results of a sweep: rows, the table of gains, a heat map, and the choices that follow."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TITLES = (
     *("kernel", "dtype", "shape", "launches", "default", "µs", "best", "µs", "gain"),
     *("tried", "failed", "pruned", "left out"),
 )
-#: Columns that a narrow table can do without, the first of them first.
+#: Columns that a narrow table can leave out, the least important first.
 LEAST = ("pruned", "tried", "left out", "failed", "default", "µs", "launches")
 
 
 def rows(results: Sequence[Result], origin: Row) -> list[Row]:
-    """One row per case, with where it comes from and the time of every candidate that was measured."""
+    """Return one row per case, with its provenance and the time of every measured candidate."""
     return [origin | _row(result) for result in results if result.attempts or result.why or result.left_out]
 
 
@@ -62,7 +62,7 @@ def _row(result: Result) -> Row:
 
 
 def read(path: Path) -> list[Row]:
-    """The newest row of each case in a file of them, or in all below a folder."""
+    """Return the newest row of each case in a file, or in all files below a folder."""
     files = sorted(path.rglob("tune.jsonl")) if path.is_dir() else [path]
     file = path
     try:
@@ -79,7 +79,7 @@ def read(path: Path) -> list[Row]:
 
 
 def newest(found: Sequence[Row]) -> list[Row]:
-    """The last row of each GPU, kernel, dtype, shape class and way to launch."""
+    """Return the last row of each GPU, kernel, dtype, shape class and way to launch."""
     return list({(*_key(row), row.get("overlapping", False)): row for row in found}.values())
 
 
@@ -88,12 +88,12 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def gain(row: Row) -> float | None:
-    """Share of the default's time that the best saves."""
+    """Return the share of the default's time that the best saves; None without a time."""
     return 1 - row["best_us"] / row["default_us"] if row["best_us"] is not None else None
 
 
 def line(row: Row) -> tuple[str, ...]:
-    """A row of the table."""
+    """Return a row of the table."""
     saved = gain(row)
     mark = "~" if row["basis"] == PROJECTED else ""
     us = ("n/a", "n/a") if saved is None else (f"{mark}{row['default_us']:,.2f}", f"{mark}{row['best_us']:,.2f}")
@@ -115,7 +115,7 @@ def line(row: Row) -> tuple[str, ...]:
 
 
 def changes(row: Row) -> str:
-    """In which tunables the best differs from the default."""
+    """Return the tunables in which the best differs from the default."""
     if row["best"] is None:
         return row["why"] or "there was no time"
     best = row["best"]
@@ -124,7 +124,7 @@ def changes(row: Row) -> str:
 
 
 def summary(found: Sequence[Row]) -> str:
-    """In a sentence."""
+    """Return the sweep's results in one sentence."""
     verdicts = Counter(row["verdict"] for row in found)
     gains = sorted(gain(row) or 0.0 for row in found if row["verdict"] == "improved")
     text = f"{len(found)} cases: {verdicts['improved']} improved"
@@ -143,7 +143,7 @@ def summary(found: Sequence[Row]) -> str:
 
 
 def failures(found: Sequence[Row]) -> list[str]:
-    """Every candidate that failed, and why."""
+    """Return every candidate that failed, and why."""
     lines = []
     for row in found:
         for *values, why in row["failed"]:
@@ -153,7 +153,7 @@ def failures(found: Sequence[Row]) -> list[str]:
 
 
 def choices(found: Sequence[Row]) -> list[Choice]:
-    """What follows for each shape class from the newest rows of its newest source."""
+    """Return the choice for each shape class, from its newest rows with the newest code."""
     classes: dict[tuple[str, ...], list[Row]] = {}
     for row in newest(found):
         if row["best"] is not None:
@@ -168,9 +168,9 @@ def choices(found: Sequence[Row]) -> list[Choice]:
 
 
 def _steady(rows: Sequence[Row]) -> dict[str, int] | None:
-    """Of the candidates that were timed in every way to launch and are never slower than the default, the one that
-    saves most on the whole, unless that is noise. A chain of one kernel is not the engine's chain of different ones:
-    what is good alone and overlapping was found to be good there, what is good in one way only may lose."""
+    """Return the candidate that saves most over all ways to launch, unless that is noise. It must have been timed in
+    each way and never be slower than the default: a chain of one kernel is not the engine's chain of different ones.
+    Candidates good in both ways were found to be good there; those good in only one may lose."""
     ways = [{tuple(values): us / usual for *values, us, usual in row["times"]} for row in rows]
     common = [values for values in ways[0] if all(way.get(values, 2.0) <= 1 for way in ways)]
     best = min(common, key=lambda values: sum(way[values] for way in ways))
@@ -180,13 +180,13 @@ def _steady(rows: Sequence[Row]) -> dict[str, int] | None:
 
 
 def varying(found: Sequence[Row]) -> set[str]:
-    """The dimensions in which rows of a kernel differ; all if there is one row."""
+    """Return the dimensions in which rows of a kernel differ; all if there is one row."""
     names = set(found[0]["dims"])
     return {name for name in names if len({row["dims"][name] for row in found}) > 1} or names
 
 
 def heat_map(found: Sequence[Row]) -> Figure:
-    """A line for each kernel and dtype, a square for each of its shapes: how much of the default's time is saved."""
+    """Draw a line per kernel and dtype, with a square per shape: the share of the default's time that is saved."""
     from warpline.bench.charts import canvas
 
     lines: dict[str, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""The sweep: compile ahead on all cores, check, time in turn, and go on from what was best while there is time."""
+"""The sweep: it compiles ahead on all cores, checks, times in turn, and continues around the best in the time left."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from warpline.tune.candidates import PER_ROUND, Case, Values, first_round, hopel
 from warpline.tune.journal import Attempt, Journal
 from warpline.tune.worker import Fault, Named, Worker
 
-#: Share of the default's time that a candidate must save to be stored: less is noise, or more than a model can know.
+#: Share of the default's time that a candidate must save to be stored: less is noise, or beyond the model's accuracy.
 NOISE = {MEASURED: 0.02, PROJECTED: 0.25}
-#: Rounds through all cases at most; a case takes part as long as its best moves.
+#: Most rounds through all cases; a case takes part as long as its best changes.
 ROUNDS = 6
-#: A case may take so many times its share of what is left, and so many seconds in any case.
+#: A case may take this many times its share of the remaining time, and at least so many seconds.
 GENEROSITY, LEAST_SECONDS = 3.0, 2.0
 
 
@@ -35,18 +35,17 @@ class Result:
     attempts: dict[Values, Attempt] = field(default_factory=dict)
     pruned: dict[Values, str] = field(default_factory=dict)
     left_out: set[Values] = field(default_factory=set)
-    why: str | None = None  # nothing could be measured
-    centre: Values | None = None  # where the last round looked
+    why: str | None = None  # why nothing could be measured
+    centre: Values | None = None  # centre of the last round's search
 
     @property
     def default(self) -> Attempt | None:
-        """The default's time, if it has one."""
+        """The default's attempt; None if there is none yet."""
         return self.attempts.get(self.case.default)
 
     @property
     def best(self) -> Attempt | None:
-        """Of those that are clearly faster than the default in the same round, the one that is so by most; else the
-        default itself."""
+        """The fastest of the candidates clearly faster than the default in the same round; else the default itself."""
         default = self.default
         if default is None or default.us is None:
             return None
@@ -56,12 +55,12 @@ class Result:
 
     @property
     def improved(self) -> bool:
-        """Whether something clearly beats the default."""
+        """Whether a candidate clearly beats the default."""
         return self.best is not None and self.best.values != self.case.default
 
     @property
     def timed(self) -> int:
-        """How many candidates have a time."""
+        """Number of candidates that have a time."""
         return sum(one.us is not None for one in self.attempts.values())
 
     @property
@@ -70,7 +69,7 @@ class Result:
         return {values: one.why for values, one in self.attempts.items() if one.why is not None}
 
     def plan(self) -> list[Values]:
-        """What to try next: nothing if the last round's best is the best still."""
+        """Return the candidates to try next; none if the last round did not change the best."""
         around = self.best.values if self.best is not None else self.case.default
         if self.why is not None or self.centre == around:
             return []
@@ -81,26 +80,26 @@ class Result:
 
 
 class Ahead:
-    """Candidates compiled on all cores, or all but some to spare, in the order in which they will be needed."""
+    """Compiles candidates in the order in which they will be needed, on all cores but `spare`."""
 
     def __init__(self, spare: int = 0) -> None:
         self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - spare))
         self._reports: dict[Variant, Future[Report]] = {}
 
     def submit(self, case: Case, values: Values) -> None:
-        """Have it compiled, if it could run."""
+        """Queue a candidate for compilation, if it could run."""
         if impossible(case, values) is None:
             self._future(case, values)
 
     def fault(self, case: Case, values: Values) -> str | None:
-        """Why a candidate is out: known to be, by the compiler's report, or because it does not compile."""
+        """Return why a candidate is excluded: it is impossible, not worthwhile by the report, or does not compile."""
         try:
             return impossible(case, values) or hopeless(case, values, self.report(case, values))
         except KernelError as error:
             return str(error).splitlines()[0]
 
     def report(self, case: Case, values: Values) -> Report:
-        """The compiler's, waited for."""
+        """Wait for the compiler's report and return it."""
         return self._future(case, values).result()
 
     def _future(self, case: Case, values: Values) -> Future[Report]:
@@ -115,7 +114,7 @@ class Ahead:
 
 
 class Sweep:
-    """All cases, in rounds, until nothing moves any more or the time is up."""
+    """Visits all cases in rounds, until nothing changes or the time is up."""
 
     def __init__(
         self,
@@ -133,8 +132,8 @@ class Sweep:
         self._deadline = clock() + 60 * minutes
 
     def run(self, advance: Callable[[float], None] = lambda _: None) -> list[Result]:
-        """Measure; `advance` is told about every case and round that is done or not needed."""
-        compiled = Ahead(spare=1)  # for the process that measures
+        """Measure; `advance` is called for every case and round that is done or skipped."""
+        compiled = Ahead(spare=1)  # one core is for the process that measures
         try:
             for _ in range(ROUNDS):
                 plans = [(result, self._plan(result)) for result in self.results]
@@ -160,14 +159,14 @@ class Sweep:
         return self.results
 
     def _plan(self, result: Result) -> list[Values]:
-        """What to try next, and whatever is best when it is launched in another way."""
+        """Return the candidates to try next, including the best of other ways to launch the same kernel."""
         plan = result.plan()
         others = [one.best.values for one in self._twins[result.case.key] if one.best is not None]
         known = {*plan, *result.attempts, *result.pruned}
         return plan + [values for values in dict.fromkeys(others) if values not in known and result.why is None]
 
     def _visit(self, result: Result, plan: Sequence[Values], compiled: Ahead, until: float) -> None:
-        """One round of one case."""
+        """Check and time the candidates of one case in one round."""
         todo = [values for values in plan if values not in result.attempts and values not in result.pruned]
         if not todo:
             return
@@ -180,7 +179,7 @@ class Sweep:
             result.why = str(fault)
 
     def _checked(self, result: Result, todo: Sequence[Values], compiled: Ahead, until: float) -> list[Values]:
-        """The candidates that compute what they should."""
+        """Return the candidates that compute correct results."""
         case, named = result.case, _named(result.case)
         good: list[Values] = []
         opened = False
@@ -207,7 +206,7 @@ class Sweep:
         return good
 
     def _time(self, result: Result, good: Sequence[Values]) -> None:
-        """Beside the default, and beside the best so far."""
+        """Time candidates beside the default and the best so far."""
         case, default = result.case, result.case.default
         if not good:
             return
@@ -224,7 +223,7 @@ class Sweep:
 
 
 def listed(cases: Sequence[Case], minutes: float, advance: Callable[[float], None]) -> list[dict[str, Any]]:
-    """What the first round would try, compiled for so long, and what the compiler's report rules out."""
+    """Return the candidates of the first round, compiled within `minutes`, and those that the report rules out."""
     deadline, compiled, found = time.monotonic() + 60 * minutes, Ahead(), []
     try:
         planned = [(case, first_round(case)) for case in cases]

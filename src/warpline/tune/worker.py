@@ -1,6 +1,6 @@
-"""The process that measures. A candidate may hang, crash or poison it; the sweep outlives it and starts another.
+"""The process that measures. A candidate may hang, crash or poison it; the sweep then starts another one.
 
-A request names its case, so that a new process can go on where the old one was.
+A request names its case, so that a new process can continue where the old one stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from warpline.errors import WarplineError
 from warpline.kernels.arguments import Dims
 
-#: Seconds that a process may take: to start and make a case's inputs, to check a candidate, to time a round of them.
+#: Seconds for a process to start and make a case's inputs, to check a candidate, and to time a round of candidates.
 OPENING, CHECKING, TIMING = 120.0, 20.0, 60.0
 
 #: Kernel, dtype, dimensions, whether launches overlap.
@@ -25,11 +25,11 @@ Times = tuple[float, float, float]
 
 
 class Fault(Exception):
-    """Why something could not be measured."""
+    """A measurement failed; the message says why."""
 
 
 class Worker:
-    """The parent's end."""
+    """The parent's side of the process."""
 
     def __init__(self, serve: Callable[[Connection], None] | None = None, patience: float = 1.0):
         self._serve, self._patience = serve or serve_gpu, patience
@@ -37,11 +37,11 @@ class Worker:
         self._connection: Connection | None = None
 
     def open(self, case: Named) -> None:
-        """Make a case's inputs and what must come of them."""
+        """Make a case's inputs and expected results."""
         self._ask("open", case, None, OPENING)
 
     def check(self, case: Named, tunables: dict[str, int]) -> None:
-        """Launch a candidate; a `Fault` says what is wrong with it."""
+        """Launch a candidate and check its results; raise a `Fault` if they are wrong."""
         self._ask("check", case, tunables, CHECKING)
 
     def time(self, case: Named, candidates: Sequence[dict[str, int]]) -> list[Times]:
@@ -50,10 +50,10 @@ class Worker:
         return found
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, whatever it is doing."""
         if self._process is not None:
             self._process.kill()
-            self._process.join(OPENING)  # the driver may take its time to end what runs
+            self._process.join(OPENING)  # the driver may take long to end running kernels
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
@@ -88,7 +88,7 @@ class Worker:
 
 
 def serve_gpu(connection: Connection) -> None:
-    """Be the process: answer until the parent is gone."""
+    """Answer requests in the child process until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     bench = _Bench()
     while True:
@@ -100,13 +100,13 @@ def serve_gpu(connection: Connection) -> None:
             answer = ("ok", bench.do(verb, case, about))
         except WarplineError as error:
             answer = ("fault" if _is_sound() else "poisoned", str(error))
-        except RuntimeError as error:  # torch's; after most of CUDA's nothing works any more in this process
+        except RuntimeError as error:  # from torch; after most CUDA errors nothing works in this process
             answer = ("poisoned", str(error).splitlines()[0])
         connection.send(answer)
 
 
 def _is_sound() -> bool:
-    """Whether the GPU still does what it is asked for."""
+    """Whether the GPU still works in this process."""
     import torch
 
     try:
@@ -117,7 +117,7 @@ def _is_sound() -> bool:
 
 
 class _Bench:
-    """A case on the GPU."""
+    """The current case on the GPU."""
 
     def __init__(self) -> None:
         self._open: tuple[str, str, dict[str, int]] | None = None

@@ -1,4 +1,4 @@
-"""Who is measured: ways to generate text with the same weights, each a small adapter with one signature."""
+"""The methods that are measured: ways to generate text with the same weights, each an adapter with one signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def find(name: str) -> type[Method]:
-    """The method called `name`; an unknown name suggests the nearest."""
+    """Import and return the method called `name`; raise with the nearest name if it is unknown."""
     module, _, attribute = METHODS[one_of(name, METHODS, "method")].partition(":")
     found: type[Method] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
     return found

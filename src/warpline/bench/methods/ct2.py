@@ -19,14 +19,14 @@ from warpline.bench.workloads import Case
 from warpline.model.export import export
 from warpline.model.weights import Weights
 
-#: As transformers reads it; conversions lie beside it.
+#: The transformers checkpoint; conversions are stored beside it.
 _exported = Converted(lambda weights, folder: export(weights, folder / "hf"))
-#: Which library multiplies matrices: MKL or oneDNN. Which is faster differs from CPU to CPU, so both are tried.
+#: The libraries that multiply matrices, MKL or oneDNN. The faster one depends on the CPU, so both are tried.
 _LIBRARIES = ({"CT2_USE_MKL": "1"}, {"CT2_USE_MKL": "0"})
 
 
 class _Worker:
-    """The process, and a question and an answer at a time."""
+    """The worker process; it answers one question at a time."""
 
     def __init__(self, folder: Path, quantization: str, setting: dict[str, str]):
         command = [sys.executable, "-m", "warpline.bench.methods.ct2_worker", str(folder), quantization]
@@ -57,7 +57,7 @@ class _Worker:
 
 
 class CTranslate2(Method):
-    """In the precision of the case."""
+    """CTranslate2 in the precision of the case."""
 
     title = "CTranslate2"
     devices = ("cpu",)
@@ -78,23 +78,23 @@ class CTranslate2(Method):
         self._worker = _fastest([_Worker(target, self.quantization, setting) for setting in _LIBRARIES])
 
     def generate(self, prompts: Tensor | Sequence[Sequence[int]], new: int) -> Tensor:
-        """Greedy, to the full length."""
+        """Generate greedily to the full length."""
         rows = prompts.tolist() if isinstance(prompts, Tensor) else prompts
         texts = [[self._tokenizer.piece(i) for i in row] for row in rows]
         return torch.tensor(self._worker.ask({"prompts": texts, "new": new}))
 
     def peak_bytes(self) -> int:
-        """Of the process that does the work."""
+        """Return the peak memory of the worker process."""
         return int(self._worker.ask({}))
 
     def close(self) -> None:
-        """The process holds the weights."""
+        """Release the weights and end the process."""
         super().close()
         self._worker.close()
 
 
 class CTranslate2Int8(CTranslate2):
-    """Weights in int8. Not what the others compute, so its tokens may differ; the row says how many do."""
+    """CTranslate2 with int8 weights. Its tokens may differ from the others'; the row says how many agree."""
 
     title = "CTranslate2, int8 weights"
     quantization = "int8"
@@ -102,7 +102,7 @@ class CTranslate2Int8(CTranslate2):
 
 
 def _convert(source: Path, target: Path, quantization: str) -> None:
-    """In a process, so that this one never loads the library."""
+    """Convert in a process of its own, so that this one never loads the library."""
     made = f"ctranslate2.converters.TransformersConverter({str(source)!r})"
     script = f"import ctranslate2; {made}.convert({str(target)!r}, quantization={quantization!r})"
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
@@ -111,7 +111,7 @@ def _convert(source: Path, target: Path, quantization: str) -> None:
 
 
 def _fastest(workers: list[_Worker]) -> _Worker:
-    """The one that generates a few tokens in the least time, in turn and several times; the others are let go."""
+    """Return the worker that generates a few tokens fastest, measured alternately several times; close the others."""
     times = []
     for turn in range(4 * len(workers)):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """CTranslate2 in a process of its own, without torch: two OpenMP runtimes in one process slow each other down.
 
-Says {"ready": true}, then answers every line {"prompts": …, "new": …} with the new ids, and anything else with its peak
-of memory.
+It writes {"ready": true}, then answers every line {"prompts": …, "new": …} with the new ids, and any other line with
+its peak memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _say(answer: Any) -> None:
 
 
 def main(folder: str, quantization: str, threads: str) -> None:
-    """Be the process."""
+    """Load the model and answer lines of stdin until it closes."""
     import ctranslate2
 
     generator = ctranslate2.Generator(
@@ -33,7 +33,7 @@ def main(folder: str, quantization: str, threads: str) -> None:
         results = generator.generate_batch(
             asked["prompts"],
             max_length=asked["new"],
-            end_token=[],  # a text's end is a token like any other here
+            end_token=[],  # tokens that end a text do not stop it
             sampling_topk=1,
             include_prompt_in_result=False,
         )

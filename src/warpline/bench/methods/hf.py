@@ -16,7 +16,7 @@ from warpline.model.weights import Weights, checkpoint
 
 
 def as_transformers(weights: Weights, device: torch.device, attention: str = "sdpa", copies: int = 1) -> list[Any]:
-    """The weights as models of transformers, which share one copy of the tensors in its layout."""
+    """Return `copies` transformers models that share one copy of the tensors in its layout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**weights.config.to_hf())
@@ -24,13 +24,13 @@ def as_transformers(weights: Weights, device: torch.device, attention: str = "sd
     state.setdefault("lm_head.weight", weights.tensors["wte.weight"])
     models = []
     for _ in range(copies):
-        with torch.device(device):  # its buffers are its own affair; the parameters are replaced
+        with torch.device(device):  # it fills its own buffers; the parameters are replaced
             model = GPT2LMHeadModel._from_config(config, attn_implementation=attention)
         missing, _ = model.load_state_dict(state, strict=False, assign=True)
         if missing:
             raise RuntimeError(f"transformers wants parameters that are not there: {', '.join(missing[:3])}")
         model.requires_grad_(False).eval()
-        model.generation_config.eos_token_id = None  # a text's end is a token like any other here
+        model.generation_config.eos_token_id = None  # tokens that end a text do not stop it
         models.append(model)
     return models
 
@@ -39,7 +39,7 @@ class _Transformers(Method):
     packages = ("transformers",)
     extra = "hf"
     attention: str
-    cache: str | None = None  # what generate calls cache_implementation
+    cache: str | None = None  # generate's parameter cache_implementation
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
         super().__init__(weights, case, device)
@@ -47,7 +47,7 @@ class _Transformers(Method):
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> Tensor:
-        """Greedy, to the full length."""
+        """Generate greedily to the full length."""
         out: Tensor = self.model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -61,27 +61,27 @@ class _Transformers(Method):
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
-        """Its generate prepares inputs before every step; modules are seen by hooks, unless they were compiled."""
+        """Count calls of prepare_inputs_for_generation as steps; hooks see the modules unless they were compiled."""
         with _called_before(self.model, "prepare_inputs_for_generation", watcher.step), ExitStack() as stack:
             if not self.compiled:
                 stack.enter_context(_hooked(self.model, watcher))
             yield
 
     def close(self) -> None:
-        """The model holds copies."""
+        """Release the weights and the model, which holds copies."""
         super().close()
         del self.model
 
 
 class Eager(_Transformers):
-    """Attention in plain operators."""
+    """transformers with attention in plain operators."""
 
     title = "transformers, eager attention"
     attention = "eager"
 
 
 class Sdpa(_Transformers):
-    """Its default."""
+    """transformers with its default attention."""
 
     title = "transformers, SDPA"
     attention = "sdpa"
@@ -89,7 +89,7 @@ class Sdpa(_Transformers):
 
 
 class StaticCompiled(_Transformers):
-    """Static cache, which makes its generate compile the forward pass."""
+    """transformers with a static cache, which makes its generate compile the forward pass."""
 
     title = "transformers, static cache and compile"
     attention = "sdpa"
@@ -102,7 +102,7 @@ class StaticCompiled(_Transformers):
 
 @contextmanager
 def _called_before(model: Any, name: str, call: Callable[[], None]) -> Iterator[None]:
-    """While this is open, the model's method of that name calls something first."""
+    """Call `call` before the model's method `name` while the context is open."""
     before = getattr(model, name)
 
     @functools.wraps(before)  # transformers looks at its signature
@@ -119,7 +119,7 @@ def _called_before(model: Any, name: str, call: Callable[[], None]) -> Iterator[
 
 @contextmanager
 def _hooked(model: Any, watcher: Watcher) -> Iterator[None]:
-    """The watcher is inside transformers' modules while they run."""
+    """Enter the watcher's span around each transformers module while the context is open."""
     entered: list[AbstractContextManager[object]] = []
     hooks = []
 

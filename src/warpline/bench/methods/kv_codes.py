@@ -1,4 +1,4 @@
-"""Ours with a KV cache of int8 codes. Not what the others compute, so tokens may differ; the row says how many do."""
+"""Our methods with a KV cache of int8 codes. Tokens may differ from the others'; the row says how many agree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from warpline.bench.methods.ours import OnGraph, OnLLM
 
 
 class OnLLMInt8Kv(OnLLM):
-    """As a user calls it."""
+    """`LLM.generate` with an int8 KV cache."""
 
     title = "warpline (LLM.generate), int8 KV cache"
     devices = ("cuda",)
@@ -15,7 +15,7 @@ class OnLLMInt8Kv(OnLLM):
 
 
 class OnGraphInt8Kv(OnGraph):
-    """The executor alone."""
+    """The graph executor with an int8 KV cache."""
 
     title = "warpline graph executor, int8 KV cache"
     exact = False

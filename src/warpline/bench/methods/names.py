@@ -1,8 +1,8 @@
-"""The names of the methods, for code that must not wait for torch."""
+"""The names of the methods, for code that must not import torch."""
 
 from __future__ import annotations
 
-#: Every method and its home; loaded when chosen. Rows come in this order, ours as it is used before all others.
+#: Every method and its module and class, imported when chosen. Rows come in this order, `LLM` before all others.
 METHODS = {
     "warpline": "ours:OnLLM",
     "warpline-int8": "ours:OnLLMInt8",
@@ -31,21 +31,21 @@ METHODS = {
     "onnxruntime": "ort:OnnxRuntime",
 }
 
-#: What a user calls, and what all are compared with where it was measured.
+#: The public call, and the method that all others are compared with where it was measured.
 HEADLINE, BASELINE = "warpline", "naive"
-#: What a user calls, with weights of either kind.
+#: The public call with either kind of weights.
 CALLED = (HEADLINE, "warpline-int8")
-#: Those with int8 weights; `--dtype int8` means them.
+#: The methods with int8 weights; `--dtype int8` selects them.
 INT8 = (
     "warpline-int8", "cpu-int8", "graph-int8", "persistent-int8", "static-kv-compile-int8", "ctranslate2-int8",
 )  # fmt: skip
-#: Those whose KV cache holds int8 codes: beside the others, and compared with none of them.
+#: The methods with an int8 KV cache: they are listed with the others and compared with none of them.
 INT8_KV = ("warpline-int8-kv", "graph-int8-kv")
-#: The model as one writes it first: what others are compared with, and no peer of theirs.
+#: The model as one writes it first: others are compared with it, and it does not count as a peer.
 NAIVE = ("naive", "naive-compile")
-#: What `auto` chooses, and the public call, which is on it.
+#: What `auto` chooses, and the public call, which uses `auto`.
 CHOSEN = (
     "warpline", "warpline-int8", "cpu", "cpu-int8", "persistent", "persistent-int8", "graph", "graph-int8",
 )  # fmt: skip
-#: Those that are ours to be proud of, or not.
+#: All methods that are ours.
 OURS = (*CHOSEN, "torch", "torch-compile", "kernels")

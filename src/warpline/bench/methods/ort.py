@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, with a graph made for it: its own fused attention, K and V handed from step to step."""
+"""ONNX Runtime on the CPU, with a graph built for it: its fused attention, K and V passed from step to step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from warpline.bench.workloads import Case
 from warpline.config import ACTIVATIONS, ModelConfig
 from warpline.model.weights import Weights
 
-#: Operators of ONNX Runtime's own, and the versions of both sets.
+#: Domain of ONNX Runtime's own operators, and the versions of both operator sets.
 _FUSED = "com.microsoft"
 _VERSIONS = {"": 17, _FUSED: 1}
-#: Nodes for what `warpline.config.ACTIVATIONS` names: operator and its domain.
+#: ONNX nodes for the names in `warpline.config.ACTIVATIONS`: operator and domain.
 _ACTIVATIONS = {
     "gelu_tanh": ("FastGelu", _FUSED),
     "gelu": ("Gelu", _FUSED),
@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 
 
 class _Graph:
-    """Nodes and constants as they are added; every method returns the name of what it adds."""
+    """Collects nodes and constants; every method returns the name of what it adds."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -37,7 +37,7 @@ class _Graph:
         self.constants: dict[str, np.ndarray[Any, Any]] = {}
 
     def node(self, kind: str, *inputs: str, domain: str = "", results: Sequence[str] = (), **attributes: Any) -> str:
-        """Its results are called as said, or the only one somehow."""
+        """Add a node; without `results` it has one output with a generated name. Return its first output's name."""
         from onnx import helper
 
         names = list(results) or [f"{kind}_{len(self.nodes)}"]
@@ -112,7 +112,7 @@ def build(weights: Weights, path: Path) -> None:
 
 
 def cache_names(config: ModelConfig) -> list[str]:
-    """Of K and V of all layers, without "past_" and "present_"."""
+    """Return the names of K and V of all layers, without "past_" and "present_"."""
     return [f"{kind}_{layer}" for layer in range(config.n_layer) for kind in "kv"]
 
 
@@ -120,7 +120,7 @@ _built = Converted(lambda weights, folder: build(weights, folder / "model.onnx")
 
 
 class OnnxRuntime(Method):
-    """In float32."""
+    """ONNX Runtime in float32."""
 
     title = "ONNX Runtime"
     devices = ("cpu",)
@@ -138,7 +138,7 @@ class OnnxRuntime(Method):
         self._caches = cache_names(weights.config)
 
     def _run(self, ids: Any, position: int, past: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-        """The tokens [B] behind ids [B, T], and K and V for the next step."""
+        """Return the tokens [B] after ids [B, T], and K and V for the next step."""
         from onnxruntime import OrtValue
 
         config = self.weights.config
@@ -152,7 +152,7 @@ class OnnxRuntime(Method):
         return answer.numpy(), {f"past_{name}": one for name, one in zip(self._caches, present, strict=True)}
 
     def generate(self, prompts: Tensor, new: int) -> Tensor:
-        """The prompt, then a step per token."""
+        """Run the prompt, then one step per token."""
         ids, position = prompts.numpy(), 0
         past: dict[str, Any] | None = None
         tokens = []
@@ -164,6 +164,6 @@ class OnnxRuntime(Method):
         return torch.from_numpy(np.stack(tokens, axis=1))
 
     def close(self) -> None:
-        """The session holds the weights."""
+        """Release the weights and the session, which holds them."""
         super().close()
         del self._session

@@ -1,4 +1,4 @@
-"""The readable model, our executors, and `LLM` as it is used."""
+"""Our methods: the readable model, the executors, and `LLM` as a user calls it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from warpline.bench.methods.base import (
     Counts,
     InInt8,
     Method,
-    Moment,
     Stamped,
     StampedPrompts,
+    StampName,
     Watcher,
 )
 from warpline.bench.requests import Asked
@@ -40,8 +40,6 @@ from warpline.model.weights import Weights, read_config
 if TYPE_CHECKING:
     from warpline.engine.executors.graph.schedule import OpCall
 
-#: What the cpu executor's work on a phase is called among operators.
-
 
 @functools.cache
 def _greedy(new: int) -> SamplingParams:
@@ -49,21 +47,21 @@ def _greedy(new: int) -> SamplingParams:
 
 
 class FromHost(Method):
-    """Begins and ends on the host by itself."""
+    """A method that begins and ends on the host by itself."""
 
     def given(self, prompts: Tensor) -> list[np.ndarray]:
-        """Ids on the host."""
+        """Return the prompts as a list of id arrays on the host."""
         return list(prompts.cpu().numpy())
 
     ids = given
 
     def answer(self, ids: Any, new: int) -> Any:
-        """What it generates is there."""
+        """Return the result of `generate`, which is already on the host."""
         return self.generate(ids, new)
 
 
 class OnLLM(FromHost):
-    """From lists of ids to texts, through everything that lies between."""
+    """`LLM.generate` from lists of ids to texts, with the queue, the tokenizer and everything else in between."""
 
     title = "warpline (LLM.generate)"
     windows = True
@@ -78,43 +76,43 @@ class OnLLM(FromHost):
 
     @classmethod
     def start_compiling(cls, case: Case, device: torch.device) -> None:
-        """As `LLM` does."""
+        """Start compiling as `LLM` does."""
         config, dtype = read_config(case.model), cls.stored or case.dtype
         executors.start_compiling(executors.resolve("auto", device, config, dtype), config, device, dtype)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> list[Completion]:
-        """What a user holds: completions, with their texts."""
+        """Return completions with their texts, as a user gets them."""
         return self._llm.generate(list(prompts), _greedy(new))
 
     def tokens(self, answer: list[Completion]) -> Tensor:
-        """Their ids are what is judged."""
+        """Return the ids of the completions, which are what is judged."""
         return torch.tensor([completion.token_ids for completion in answer])
 
     def serve(self, asked: Sequence[Asked], batch: int) -> Iterator[list[list[int]]]:
-        """All in one call."""
+        """Answer all requests in one call."""
         written = self._llm.generate([one.prompt for one in asked], [_greedy(one.new) for one in asked])
         yield [list(completion.token_ids) for completion in written]
 
     def counts(self) -> Counts:
-        """Of its engine."""
+        """Return the counters of the engine."""
         stats = self._llm.engine.stats
         return Counts(stats.steps, stats.lane_steps, stats.busy_seconds, stats.idle_seconds)
 
     def close(self) -> None:
-        """It holds slots."""
+        """Release the weights and close the engine, which holds slots."""
         super().close()
         self._llm.close()
         del self._llm
 
 
 class OnLLMInt8(InInt8, OnLLM):
-    """The same with int8 weights."""
+    """`LLM.generate` with int8 weights."""
 
     title = "warpline (LLM.generate), int8 weights"
 
 
 class Naive(Method):
-    """The whole text through the model again for every token, attention step by step, as the textbook has it."""
+    """Runs the whole text through the model for every token, with textbook attention and no KV cache."""
 
     title = "naive PyTorch, no KV cache"
     windows = True
@@ -129,16 +127,16 @@ class Naive(Method):
 
     @torch.inference_mode()
     def generate(self, prompts: Tensor, new: int) -> Tensor:
-        """Grow the text token by token."""
+        """Extend the text token by token."""
         text = prompts
         for _ in range(new):
-            logits = self.model(text)[:, -1]  # of the last position; the model computes them all
+            logits = self.model(text)[:, -1]  # of the last position; the model computes all of them
             text = torch.cat((text, logits.argmax(dim=-1, keepdim=True)), dim=1)
         return text[:, prompts.shape[1] :]
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
-        """Every pass is a step; the model names its parts, unless it was compiled."""
+        """Count every pass as a step; the model reports its parts unless it was compiled."""
         hook = self.model.register_forward_pre_hook(lambda *_: watcher.step())
         try:
             with _parts(self, watcher):
@@ -148,7 +146,7 @@ class Naive(Method):
 
 
 class NaiveCompiled(Naive):
-    """The same under torch.compile, which is told that lengths change."""
+    """The naive model under torch.compile with dynamic shapes."""
 
     title = "naive PyTorch, torch.compile"
     compiled = by_order = True
@@ -173,15 +171,15 @@ class OnExecutor(FromHost):
         asked = EngineConfig(kv_dtype=self.kv_stored)
         self._executor = executors.create(self.executor, used, device, case.dtype, asked)
         self._slots: Slots | None = None
-        self._pass = 0  # of those over the prompts of one generation
+        self._pass = 0  # index among the passes over the prompts of one generation
 
     @classmethod
     def start_compiling(cls, case: Case, device: torch.device) -> None:
-        """As `LLM` does."""
+        """Start compiling as `LLM` does."""
         executors.start_compiling(cls.executor, read_config(case.model), device, cls.stored or case.dtype)
 
     def generate(self, prompts: Sequence[np.ndarray], new: int) -> Tensor:
-        """Prompts into slots that are kept for the next time, through the model, and the tokens out of them."""
+        """Admit the prompts to slots, which are reused by the next call, and return the tokens generated."""
         slots, lanes = self._prompted(prompts, new)
         try:
             if new > 1:
@@ -197,7 +195,7 @@ class OnExecutor(FromHost):
         return torch.from_numpy(news.tokens[:, :new].astype(np.int64))
 
     def _prompted(self, prompts: Sequence[np.ndarray], new: int) -> tuple[Slots, list[int]]:
-        """Slots with the first token behind each prompt, and which they are."""
+        """Admit the prompts and compute the first token after each; return the slots and the lanes used."""
         if self._slots is None:
             self._slots = self._executor.allocate(self.case.batch, self.case.prompt + max(self.case.new, 1))
         slots, params = self._slots, _greedy(new)
@@ -215,7 +213,7 @@ class OnExecutor(FromHost):
             slots.release(slot)
 
     def watch(self, watcher: Watcher) -> AbstractContextManager[object]:
-        """By the executor's own marks; passes over the prompts of one generation are one step."""
+        """Trace by the executor's own marks; all passes over the prompts of one generation are one step."""
 
         def mark(phase: str) -> None:
             if phase == "decode" or self._pass == 0:
@@ -224,11 +222,11 @@ class OnExecutor(FromHost):
         return self._executor.trace(mark)
 
     def table(self, phase: str) -> Sequence[OpCall] | None:
-        """The executor's."""
+        """Return the executor's op table of this phase."""
         return self._executor.table(phase)
 
     def close(self) -> None:
-        """Slots and what is bound to them."""
+        """Release the weights, the slots and what is bound to them."""
         super().close()
         self._slots = None
         del self._executor
@@ -242,13 +240,13 @@ class OnTorch(OnExecutor):
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
-        """The model names its parts as well, unless it was compiled."""
+        """Trace as other executors; the model also reports its parts unless it was compiled."""
         with super().watch(watcher), _parts(self, watcher):
             yield
 
 
 class OnTorchCompiled(OnTorch):
-    """The same under torch.compile."""
+    """The torch executor under torch.compile."""
 
     title = "warpline torch executor, torch.compile"
     compiled = by_order = True
@@ -270,12 +268,12 @@ class OnCpu(OnExecutor):
     startup_seconds = 3.0
 
     def stamped(self, prompts: Sequence[np.ndarray], tokens: int, runs: int) -> Stamped:
-        """Each call by the host's clock."""
+        """Time each call by the host's clock."""
         from warpline.engine.executors.cpu.executor import CpuExecutor
 
         assert isinstance(self._executor, CpuExecutor)
         us = []
-        for _ in range(1 + runs):  # the first warms up
+        for _ in range(1 + runs):  # the first one is the warm-up
             slots, lanes = self._prompted(prompts, 1 + tokens)
             with self._executor.stamped(slots, tokens) as calls:
                 begun = time.perf_counter()
@@ -287,7 +285,7 @@ class OnCpu(OnExecutor):
         return Stamped(us[1:], torch.from_numpy(clocks[:, 1:]), moments, screened)
 
     def stamped_prompts(self, prompts: Sequence[np.ndarray], runs: int) -> StampedPrompts:
-        """From requests to their first tokens, by the host's clock."""
+        """Time passes from requests to their first tokens by the host's clock."""
         from warpline.engine.executors.cpu.executor import CpuExecutor
 
         assert isinstance(self._executor, CpuExecutor)
@@ -304,7 +302,7 @@ class OnCpu(OnExecutor):
 
 
 class OnCpuInt8(InInt8, OnCpu):
-    """The same with int8 weights."""
+    """The cpu executor with int8 weights."""
 
     title = "warpline cpu executor, int8 weights"
 
@@ -321,13 +319,13 @@ class OnKernels(OnExecutor):
 class OnGraph(OnKernels):
     """The graph executor: one graph launch per token."""
 
-    warm_up = 3  # a prompt of some length is captured when it comes for the second time
+    warm_up = 3  # a prompt's length is captured when it comes for the second time
     title = "warpline graph executor"
     executor = "graph"
 
 
 class OnGraphInt8(InInt8, OnGraph):
-    """The same with int8 weights."""
+    """The graph executor with int8 weights."""
 
     title = "warpline graph executor, int8 weights"
 
@@ -341,14 +339,14 @@ class OnPersistent(OnExecutor):
     startup_seconds = 3.0
 
     def stamped(self, prompts: Sequence[np.ndarray], tokens: int, runs: int) -> Stamped:
-        """Each launch between two events of the GPU: what the host does in the meantime is not counted."""
+        """Time each launch between two events of the GPU: the host's work in the meantime is not counted."""
         from warpline.engine.executors.persistent.executor import PersistentExecutor
         from warpline.kernels.persistent import LAYER_STAMPS, TOKEN_STAMPS
 
         assert isinstance(self._executor, PersistentExecutor)
         launches = []
         with self._executor.stamped(tokens) as clocks:
-            for _ in range(1 + runs):  # the first compiles
+            for _ in range(1 + runs):  # the first one compiles
                 slots, lanes = self._prompted(prompts, 1 + tokens)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
@@ -360,18 +358,18 @@ class OnPersistent(OnExecutor):
                 launches.append((begin, end))
             seen = clocks.cpu()
         us = [1e3 * begin.elapsed_time(end) / tokens for begin, end in launches[1:]]
-        layers: list[Moment] = [(m, layer) for layer in range(self.weights.config.n_layer) for m in LAYER_STAMPS]
+        layers: list[StampName] = [(m, layer) for layer in range(self.weights.config.n_layer) for m in LAYER_STAMPS]
         return Stamped(us, seen, layers + [(m, None) for m in TOKEN_STAMPS], screened)
 
 
 class OnPersistentInt8(InInt8, OnPersistent):
-    """The same with int8 weights."""
+    """The persistent executor with int8 weights."""
 
     title = "warpline persistent executor, int8 weights"
 
 
 def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> Iterator[list[Span]]:
-    """Prompts in their order, as much of them at once as the executor takes."""
+    """Yield the prompts in order as spans, at most `most` tokens per pass."""
     spans: list[Span] = []
     left = most
     for slot, prompt in zip(lanes, prompts, strict=True):
@@ -389,5 +387,5 @@ def _passes(lanes: Sequence[int], prompts: Sequence[np.ndarray], most: int) -> I
 
 
 def _parts(method: Method, watcher: Watcher) -> AbstractContextManager[object]:
-    """The readable model's own names; compiled code has none."""
+    """Report the parts of the readable model; compiled code reports none."""
     return ExitStack() if method.compiled else observed(watcher.part)

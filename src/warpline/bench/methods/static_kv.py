@@ -1,7 +1,7 @@
-"""The strongest PyTorch we know how to write: a static KV cache and one graph per decode step, as gpt-fast has it.
+"""The strongest PyTorch we know how to write: a static KV cache and one graph per decode step, as gpt-fast does it.
 
 Everything has a fixed shape, the position is a tensor on the device, and the next token is chosen inside the graph, so
-that a step needs nothing from the host. Only operators of PyTorch; `torch.compile` may do with them what it can.
+that a step needs nothing from the host. It uses only operators of PyTorch, which `torch.compile` may fuse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from warpline.model.weights import Weights
 
 
 class _Product(nn.Module):
-    """x weight^T + bias; of int8 codes the scale behind the sum, as gpt-fast has it."""
+    """x weight^T + bias; int8 codes are multiplied first and the sum scaled after, as in gpt-fast."""
 
     weight: Tensor
     scale: Tensor | None
@@ -81,8 +81,8 @@ class _Block(nn.Module):
 
 
 class StaticModel(nn.Module):
-    """Ids [B, T] at `position` [T], the same for all rows → logits [B, V] of the last one. Several ids are a prompt, at
-    positions 0 to T - 1: they see each other alone, which needs neither cache nor mask."""
+    """Ids [B, T] at `position` [T], the same for all rows → logits [B, V] of the last one. Several ids are a prompt at
+    positions 0 to T - 1: they attend only to each other, which needs neither cache nor mask."""
 
     wte_weight: Tensor
     wte_scale: Tensor | None
@@ -106,7 +106,7 @@ class StaticModel(nn.Module):
         self.register_buffer("seen", seen)
 
     def forward(self, ids: Tensor, position: Tensor) -> Tensor:
-        """One pass; K and V go into the cache."""
+        """Run one pass; K and V go into the cache."""
         x = self.wte_weight[ids]
         if self.wte_scale is not None:
             x = (x * self.wte_scale[ids][..., None]).to(self.wpe_weight.dtype)
@@ -119,15 +119,15 @@ class StaticModel(nn.Module):
         return logits
 
 
-#: From ids [B, T] at positions [T] to the next token [B, 1].
+#: Maps ids [B, T] at positions [T] to the next token [B, 1].
 Next = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[], None]
 
 
 class _Graphs:
-    """The prompt's pass and a step, each captured once in a CUDA graph; what goes in and out has its place. Where
-    prompts differ in length their pass is neither compiled nor a graph: with so many tokens nothing waits for
-    launches, it is a hundredth of the time, and torch would compile it again for length after length, for minutes."""
+    """The prompt's pass and a decode step, each captured once in a CUDA graph with fixed input and output tensors.
+    Where prompts differ in length their pass is neither compiled nor captured: with so many tokens launches are not the
+    limit, it is a hundredth of the time, and torch would compile again for every new length, for minutes."""
 
     @torch.no_grad()
     def __init__(self, first: Next, following: Next, case: Case, device: torch.device, *, any_length: bool):
@@ -136,7 +136,7 @@ class _Graphs:
 
         self.prompts, self.tokens = zeros(case.batch, case.prompt), zeros(case.batch, max(1, case.new))
         self._token, self._position, self._count = zeros(case.batch, 1), zeros(1), zeros(1)
-        self._places = torch.arange(case.prompt, device=device)  # a graph keeps addresses, so nothing here may go
+        self._places = torch.arange(case.prompt, device=device)  # kept here because a graph holds addresses
 
         def begin(prompts: Tensor) -> None:
             length = prompts.shape[1]
@@ -160,7 +160,7 @@ class _Graphs:
 
     @staticmethod
     def _captured(work: Callable[[], None], before: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """After it has run a few times, as torch wants it: what compiles has compiled then."""
+        """Capture `work` after three runs on a side stream, as torch requires; the first of them compiles."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -176,7 +176,7 @@ class _Graphs:
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int, mark: Mark) -> Tensor:
-        """A copy, and a launch for each token."""
+        """Copy the prompts in and replay one graph per token."""
         mark()
         if self._begin is None:
             self._run(prompts)
@@ -195,13 +195,13 @@ def _nothing() -> None:
 
 
 class StaticKV(Method):
-    """Eagerly."""
+    """The static cache, run eagerly."""
 
     title = "static KV cache, eager"
     windows = True
-    by_order = True  # a model of plain functions
+    by_order = True  # its model is plain functions, without modules to hook
     fixed = True
-    #: Whether CUDA graphs launch its kernels, where there is CUDA.
+    #: Whether CUDA graphs launch its kernels on a GPU.
     captured = False
 
     def __init__(self, weights: Weights, case: Case, device: torch.device):
@@ -219,13 +219,13 @@ class StaticKV(Method):
         self._mark: Mark = _nothing
 
     def _likeliest(self, ids: Tensor, position: Tensor) -> Tensor:
-        """The token [B, 1] behind ids."""
+        """Return the likeliest token [B, 1] after the ids."""
         logits: Tensor = self.model(ids, position)
         return logits.argmax(dim=-1, keepdim=True)
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> Tensor:
-        """The prompt in one pass, then a step per token; nothing waits for the host."""
+        """Run the prompt in one pass, then one step per token, without waiting for the device in between."""
         if self._graphs is not None:
             return self._graphs.generate(prompts, new, self._mark)
         self._mark()
@@ -241,7 +241,7 @@ class StaticKV(Method):
 
     @contextmanager
     def watch(self, watcher: Watcher) -> Iterator[None]:
-        """Steps are told where they begin, replays of graphs too."""
+        """Report the begin of every step, also where a graph is replayed."""
         self._mark = watcher.step
         try:
             yield
@@ -249,7 +249,7 @@ class StaticKV(Method):
             self._mark = _nothing
 
     def close(self) -> None:
-        """The model holds the cache, and compiled code the model."""
+        """Release the model, which holds the cache, and the compiled code, which holds the model."""
         super().close()
         del self.model, self._first, self._next, self._graphs
 
@@ -263,7 +263,7 @@ class StaticKVGraph(StaticKV):
 
 
 class StaticKVCompiled(StaticKV):
-    """Compiled by torch, and captured where there is CUDA: the bar."""
+    """Compiled by torch, and on a GPU also captured: the peer to beat."""
 
     title = "static KV cache, torch.compile"
     compiled = captured = True
@@ -273,13 +273,13 @@ class StaticKVCompiled(StaticKV):
 
     @classmethod
     def missing(cls) -> str | None:
-        """torch.compile makes C++ for a CPU."""
+        """Return what torch.compile lacks on a CPU: a C++ compiler. None if it is there."""
         if torch.cuda.is_available() or shutil.which("g++") or shutil.which("clang++"):
             return None
         return "torch.compile needs a C++ compiler here"
 
 
 class StaticKVCompiledInt8(InInt8, StaticKVCompiled):
-    """The same with int8 weights, which torch.compile reads as codes and converts on the way."""
+    """The compiled peer with int8 weights, which its code reads as codes and converts on the way."""
 
     title = "static KV cache, torch.compile, int8 weights"

@@ -1,1 +1,1 @@
-"""Servers that speak the OpenAI protocol, measured from a client's side: `warpline bench serve`."""
+"""Measures servers with the OpenAI protocol from a client's side: `warpline bench serve`."""

@@ -1,4 +1,4 @@
-"""What a server's answers say: when the first token came, what lay between the others, how many there were."""
+"""Reads a server's answers: when the first token came, the gaps between the others, and how many there were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from warpline.bench.serving.client import Raw
 
-#: Status of a server that has too much to do.
+#: HTTP status of an overloaded server.
 TOO_MANY = 429
 
 
@@ -20,23 +20,23 @@ class Answer:
 
     prompt_tokens: int
     tokens: int
-    #: To the first chunk with a token in it.
+    #: Seconds to the first chunk with a token in it.
     ttft: float
-    #: Between chunks with tokens in them.
+    #: Seconds between chunks with tokens in them.
     gaps: tuple[float, ...]
-    #: To the end of the answer.
+    #: Seconds to the end of the answer.
     whole: float
     #: How `tokens` was counted: the server's usage, its token ids, or its chunks.
     counted: str
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; right also where a chunk holds many."""
+        """Seconds per token after the first, also right where a chunk holds many; None for one token."""
         return sum(self.gaps) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 def read(raw: Raw) -> Answer | str:
-    """The answer, or why there is none."""
+    """Parse the answer, or return the reason why there is none."""
     if raw.error is not None:
         return raw.error
     if raw.status != 200:
@@ -74,7 +74,7 @@ def read(raw: Raw) -> Answer | str:
 
 
 def _events(raw: Raw) -> Iterator[tuple[float, bytes]]:
-    """Each event's data, with the time at which its line was whole."""
+    """Yield each event's data, with the time at which its line was complete."""
     rest = b""
     for when, piece in raw.pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -85,7 +85,7 @@ def _events(raw: Raw) -> Iterator[tuple[float, bytes]]:
 
 
 def _message(body: bytes) -> str:
-    """What an error says, in OpenAI's form or in any other."""
+    """Return the message of an error body, in OpenAI's form or in any other."""
     try:
         found = json.loads(body)
         error = found.get("error") or found.get("detail") or found

@@ -1,5 +1,5 @@
-"""A client that costs little, because it is not what is measured: while a run lasts it notes when bytes came, nothing
-else. What they mean is found out afterwards (`answers.py`)."""
+"""A client that costs little, because it is not what is measured: during a run it only notes when bytes came. They are
+parsed afterwards (`answers.py`)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from warpline.serve.address import Address
 
 @dataclass(slots=True)
 class Raw:
-    """What came back, and when (in seconds of `time.perf_counter`)."""
+    """The bytes of an answer, and when they came (in seconds of `time.perf_counter`)."""
 
     sent: float
     status: int = 0
-    #: Bytes of the body as they came.
+    #: (time, bytes) of the body as they came.
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
     ended: float = 0.0
-    #: What went wrong with the connection, if something did.
+    #: What went wrong with the connection; None if nothing did.
     error: str | None = None
 
 
 class Target(NamedTuple):
-    """Where a server is, and what every request to it says."""
+    """Where a server is, and the API key of every request to it."""
 
     address: Address
     key: str | None = None
 
     @property
     def url(self) -> str:
-        """For people."""
+        """The address of the server as shown to users."""
         return self.address.url
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The bytes of a request."""
+        """Return the bytes of a request."""
         lines = [f"{method} {self.address.prefix}{path} HTTP/1.1", f"Host: {self.address.host}:{self.address.port}"]
         if self.key is not None:
             lines.append(f"Authorization: Bearer {self.key}")
@@ -47,7 +47,7 @@ class Target(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, used for one request after the other."""
+    """One HTTP connection, reused for one request after the other."""
 
     def __init__(self) -> None:
         import httptools
@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
         self.open = False
 
     async def ask(self, request: bytes, timeout: float) -> Raw:
-        """Send it and wait for the whole answer; what goes wrong is said in it."""
+        """Send a request and wait for the whole answer; failures are reported in `Raw.error`."""
         assert self._transport is not None
         self._parser = self._make_parser(self)
         self._done = asyncio.get_running_loop().create_future()
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         return answer
 
     def close(self) -> None:
-        """Hang up."""
+        """Abort the connection."""
         self.open = False
         if self._transport is not None:
             self._transport.abort()
@@ -87,11 +87,11 @@ class Connection(asyncio.Protocol):
     # --- called by the event loop -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection stands."""
-        self._transport, self.open = cast(asyncio.Transport, transport), True  # uvloop's is no subclass
+        """Keep the transport of the new connection."""
+        self._transport, self.open = cast(asyncio.Transport, transport), True  # uvloop's transport is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Pass bytes from the server to the parser, with the time they came."""
         self._now = time.perf_counter()
         if self._done is None or self._done.done():
             return
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
             self._fail(f"the answer is no HTTP: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The server has hung up, or we have."""
+        """End the answer; it is complete only if it had no length and the connection closed without an error."""
         self.open = False
         whole = self._answer is not None and self._answer.status and self._until_closed and error is None
         self._finish() if whole else self._fail(f"the server hung up ({error or 'before the end'})")
@@ -109,22 +109,22 @@ class Connection(asyncio.Protocol):
     # --- called by the parser -----------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Whether the end of the answer can be told from the end of the connection only."""
+        """Note whether the answer has a length; without one it ends with the connection."""
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._until_closed = False
 
     def on_headers_complete(self) -> None:
-        """The status is known."""
+        """Note the status."""
         assert self._answer is not None
         self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Note a part of the body and when it came."""
         assert self._answer is not None
         self._answer.pieces.append((self._now, body))
 
     def on_message_complete(self) -> None:
-        """All has come."""
+        """End the answer; the connection stays open if the server keeps it alive."""
         if not self._parser.should_keep_alive():
             self.open = False
         self._finish()
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(target: Target) -> Connection:
-    """A connection to a server."""
+    """Open a connection to a server."""
     loop = asyncio.get_running_loop()
     context = ssl.create_default_context() if target.address.secure else None
     try:
@@ -155,7 +155,7 @@ async def connect(target: Target) -> Connection:
 
 
 async def once(target: Target, method: str, path: str, body: bytes = b"", timeout: float = 30) -> Raw:
-    """One request on a connection of its own."""
+    """Send one request on a connection of its own."""
     connection = await connect(target)
     try:
         return await connection.ask(target.request(method, path, body), timeout)

@@ -1,4 +1,4 @@
-"""Answers become a row. Names and formulas are those of `vllm bench serve`, so that its tools read these rows."""
+"""Turns answers into a row. Names and formulas are those of `vllm bench serve`, so that its tools read these rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from warpline.bench.serving.load import Load
 from warpline.errors import ConfigError, one_of
 
 Row = dict[str, Any]
-#: What is timed, and what it is called in rows and in --goodput.
+#: The metrics: their names in rows and in --goodput.
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50, 90, 99)
 
 
 def goals(text: str | None) -> dict[str, float]:
-    """Milliseconds by metric, of "ttft:50,tpot:5"."""
+    """Parse "ttft:50,tpot:5" into milliseconds by metric."""
     found = {}
     for part in (text or "").replace(",", " ").split():
         name, _, value = part.partition(":")
@@ -32,14 +32,14 @@ def goals(text: str | None) -> dict[str, float]:
 
 
 def refusals(raws: Sequence[Raw]) -> Row:
-    """How many requests were refused because there was too much to do, and how soon, in ms; of none, nothing."""
+    """Return how many requests were refused for overload, and how soon in ms; empty if none were."""
     waited = sorted(1e3 * (raw.ended - raw.sent) for raw in raws if raw.status == TOO_MANY)
     spans = {f"p{share}_refusal_ms": round(percentile(waited, share), 4) for share in PERCENTILES if waited}
     return {"refused": len(waited), **spans} if waited else {}
 
 
 def figures(found: Sequence[Answer | str], load: Load, duration: float, cpu: float, goals: dict[str, float]) -> Row:
-    """What a run was like; times in ms."""
+    """Return the figures of a run; times in ms."""
     good = [one for one in found if isinstance(one, Answer)]
     errors = collections.Counter(one for one in found if isinstance(one, str))
     tokens, prompts = sum(one.tokens for one in good), sum(one.prompt_tokens for one in good)
@@ -76,7 +76,7 @@ def _values(one: Answer, name: str) -> Sequence[float]:
 
 
 def _meets(one: Answer, goals: dict[str, float]) -> bool:
-    """Whether every goal is met; of gaps between chunks, by the longest."""
+    """Whether the answer meets every goal; for gaps between chunks the longest counts."""
     return all(1e3 * max(_values(one, name), default=0.0) <= most for name, most in goals.items())
 
 
@@ -93,7 +93,7 @@ def _summary(name: str, values: list[float]) -> Row:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Between the two values around it, as numpy does."""
+    """Interpolate between the two values around the percentile, as numpy does; `share` is 0 to 100."""
     place = share / 100 * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

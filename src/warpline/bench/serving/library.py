@@ -1,4 +1,4 @@
-"""`LLM` in this process over the very requests that a server was sent: what the server is held against."""
+"""Runs `LLM` in this process on the requests that a server got, as the reference for the server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from warpline.config import SamplingParams
 from warpline.engine.llm import LLM
 from warpline.engine.prompts import Prompt
 
-#: Requests whose first token is timed.
+#: How many requests have their first token timed.
 FIRST_TOKENS = 200
 
 
 def measured(load: Load, model: str, *, device: str, dtype: str) -> Row:
-    """What a row says of it: tokens per second of one call with all requests, as many at once as the server had, and
-    for one at a time the time to the first piece of a stream."""
+    """Return the library's figures for a row: tokens per second of one call with all requests, at the server's
+    concurrency, and with a concurrency of 1 the time to the first piece of a stream."""
     llm = LLM(model, device=device, dtype=dtype, max_batch=load.concurrency)
     try:
         llm.warm_up()
@@ -36,7 +36,7 @@ def measured(load: Load, model: str, *, device: str, dtype: str) -> Row:
 
 
 def compared(row: Row, library: Row) -> Row:
-    """The row with what the library did, and how the server stands to it."""
+    """Return the row with the library's figures and the server's share of them."""
     row = row | library
     row["share_of_library"] = round(row["output_throughput"] / row["library_output_throughput"], 4)
     for share in (50, 99):

@@ -1,4 +1,4 @@
-"""What is sent to a server, and when: prompts of seeded lengths, arrivals at a rate. Knows no torch."""
+"""What is sent to a server, and when: prompts of seeded lengths, arrivals at a rate. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from warpline.bench.lengths import drawn
 from warpline.errors import ConfigError
 from warpline.model.tokenizer import Tokenizer
 
-#: Where each way to ask is served.
+#: The path of each API.
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-#: What a prompt's words are drawn from: tokens of GPT-2 that stay one token wherever they stand.
+#: Prompts are drawn from these words: tokens of GPT-2 that stay one token wherever they stand.
 WORD = re.compile(r" [a-z]{2,12}")
 
 
 class Prompt(NamedTuple):
-    """As ids and as text, and how many tokens are wanted behind it."""
+    """A prompt as ids and as text, and how many tokens are wanted after it."""
 
     ids: list[int]
     text: str
@@ -31,25 +31,25 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One run: how many requests, how long, how fast they come."""
+    """The load of one run: how many requests, how long they are, at which rate they arrive."""
 
     requests: int = 64
     prompt: int = 128
     new: int = 128
-    #: 0: all of one length. Else the spread of the lengths' logarithms, with `prompt` and `new` for their means.
+    #: Spread of the lengths' logarithms, with means `prompt` and `new`; 0 gives all the same length.
     spread: float = 0.0
-    #: Prompt and output together are at most so many tokens.
+    #: Prompt and output together have at most this many tokens.
     context: int = 1024
     #: Requests per second; None sends each as soon as `concurrency` allows.
     rate: float | None = None
-    #: 1 is a Poisson process; larger is more even, smaller comes in bursts.
+    #: 1 is a Poisson process; larger values are more even, smaller ones come in bursts.
     burstiness: float = 1.0
     concurrency: int | None = None
     seed: int = 0
     api: str = "completions"
     #: Whether prompts are token ids instead of text, which needs a server with GPT-2's vocabulary.
     ids: bool = False
-    #: Fields that are left out, or added to every request.
+    #: Fields removed from every request, and fields added to it.
     omit: tuple[str, ...] = ()
     body: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Load:
             raise ConfigError("a chat's messages are text: leave --ids out")
 
     def described(self) -> dict[str, Any]:
-        """As rows have it."""
+        """Return the fields of a row."""
         return {
             "api": self.api, "ids": self.ids, "input_len": self.prompt, "output_len": self.new, "spread": self.spread,
             "seed": self.seed, "request_rate": self.rate, "burstiness": self.burstiness,
@@ -69,14 +69,14 @@ class Load:
         }  # fmt: skip
 
     def lengths(self) -> list[tuple[int, int]]:
-        """Tokens of each prompt and of each output."""
+        """Return the tokens of each prompt and of each output."""
         if not self.spread:
             return [(self.prompt, self.new)] * self.requests
         draw = random.Random(f"lengths {self.seed}")
         return list(drawn(draw, self.requests, self.prompt, self.new, self.context, self.spread))
 
     def arrivals(self) -> list[float]:
-        """Seconds after the start at which each request is sent."""
+        """Return the seconds after the start at which each request is sent."""
         if self.rate is None:
             return [0.0] * self.requests
         draw = random.Random(f"arrivals {self.seed}")
@@ -85,14 +85,14 @@ class Load:
         return list(itertools.accumulate(gaps, initial=0.0))
 
     def prompts(self) -> Iterator[Prompt]:
-        """What is asked, in order; the same every time."""
+        """Yield the prompts in order; the same every time."""
         draw = random.Random(f"prompts {self.seed}")
         for length, new in self.lengths():
             chosen = draw.choices(_words(), k=length)
             yield Prompt([token for token, _ in chosen], "".join(word for _, word in chosen), new)
 
     def bodies(self, model: str) -> Iterator[bytes]:
-        """The requests as JSON."""
+        """Yield the requests as JSON."""
         for i, prompt in enumerate(self.prompts()):
             asked: dict[str, Any] = {"model": model, "max_tokens": prompt.new, "temperature": 0, "seed": i}
             asked |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Our server with an engine that computes nothing, so that the server is what is measured: `bench serve --mock`.
+"""Our server with an engine that computes nothing, so that only the server is measured: `bench serve --mock`.
 
 A turn gives every sequence `TOKENS` tokens; then the thread sleeps, as the real one waits for the device, and leaves
 the interpreter to the event loop. So each stream is offered `TOKENS / SECONDS` tokens per second, less the turn.
@@ -23,9 +23,9 @@ from warpline.hardware import describe
 from warpline.model import weights
 from warpline.model.tokenizer import Tokenizer
 
-#: Of a turn: tokens for each sequence, and seconds.
+#: Tokens for each sequence in a turn, and seconds of sleep after it.
 TOKENS, SECONDS = 64, 0.0005
-#: What all sequences say, over and over.
+#: The text that every sequence repeats.
 STORY = (
     "Once upon a time, a little robot went for a walk in the park. It liked the trees, the flowers and the birds, and "
     "it sang to them until the sun went down. “Good night,” said the moon.\n"
@@ -33,7 +33,7 @@ STORY = (
 
 
 class Engine:
-    """What runs the jobs: a thread that hands out tokens."""
+    """Runs jobs in a thread that hands out tokens."""
 
     def __init__(self, count: int, story: list[int]):
         self.count, self.stats = count, Stats()
@@ -49,11 +49,11 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Slots that nothing runs in."""
+        """Slots in which no job runs."""
         return max(0, self.count - len(self._running))
 
     def start(self, jobs: list[Job]) -> None:
-        """Begin these."""
+        """Queue these jobs."""
         with self._work:
             if self._closed:
                 raise ConfigError("this engine is closed")
@@ -62,14 +62,14 @@ class Engine:
             self._work.notify()
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Not wanted any more."""
+        """End these jobs early."""
         for job in jobs:
             if not job.finished:
                 job.ended = job.finished = True
                 job.finish_reason = job.finish_reason or "cancelled"
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish the running jobs and stop the thread."""
         with self._work:
             self._closed = True
             self._work.notify()
@@ -102,7 +102,7 @@ class Engine:
     def _advance(self, job: Job) -> None:
         done = len(job.tokens)
         left = job.request.limit - job.prompt_length - done
-        count = 1 if not done else min(TOKENS, left)  # a prompt brings one
+        count = 1 if not done else min(TOKENS, left)  # the pass over the prompt gives one token
         if job.request.forced:
             tokens = list(itertools.islice(job.request.forced, done, done + count))
         else:
@@ -124,7 +124,7 @@ class Engine:
 
 
 class Mock:
-    """A model that has a tokenizer and a shape and no weights; `serve.backend.Backend` to the server."""
+    """A model with a tokenizer and a shape but no weights; the server uses it as a `serve.backend.Backend`."""
 
     dtype = "none"
     kv_dtype: str | None = None
@@ -138,11 +138,11 @@ class Mock:
         self.engine = Engine(max_batch, self.tokenizer.encode(STORY))
 
     def start(self, jobs: list[Job]) -> None:
-        """Begin these."""
+        """Queue these jobs."""
         self.engine.start(jobs)
 
     def close(self) -> None:
-        """End."""
+        """Stop the engine."""
         self.engine.close()
 
 

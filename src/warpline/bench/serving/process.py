@@ -1,4 +1,4 @@
-"""A server in a process of its own, for as long as it is measured."""
+"""Runs a server in a process of its own while it is measured."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from types import TracebackType
 
 from warpline.errors import ConfigError
 
-#: Seconds that a server gets to finish.
+#: Seconds that a server gets to shut down.
 PATIENCE = 10.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """Return a port that no process listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def resident_mb(process: int) -> float:
-    """Memory that a process has now."""
+    """Return the resident memory of a process in MB."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
@@ -38,8 +38,7 @@ def _end_with_parent() -> None:
 
 
 class Server:
-    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another, with these arguments and a
-    port."""
+    """`with Server(["-m", "warpline", "serve"]) as server:` runs this Python, or another one, on a free port."""
 
     def __init__(self, arguments: Sequence[str], python: str = sys.executable, *, patience: float = PATIENCE):
         self.port, self._patience = free_port(), patience
@@ -50,7 +49,7 @@ class Server:
         self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             self._arguments, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for us; it gets its end from us
+            start_new_session=True,  # Ctrl-C reaches only the parent, which ends it
             preexec_fn=_end_with_parent,
         )  # fmt: skip
         return self
@@ -65,7 +64,7 @@ class Server:
         self._log.close()
 
     def require_alive(self) -> None:
-        """Raise with its last words if it has ended."""
+        """Raise with the last line of its log if it has ended."""
         if self._process.poll() is not None:
             self._log.seek(0)
             lines = self._log.read().decode(errors="replace").strip().splitlines()
@@ -73,10 +72,10 @@ class Server:
             raise ConfigError(f"the server did not start: {last}")
 
     def resident_mb(self) -> float:
-        """Memory that it has now."""
+        """Return the resident memory of the server in MB."""
         return resident_mb(self._process.pid)
 
     def cpu_seconds(self) -> float:
-        """Time that all of its threads have spent on a CPU."""
+        """Return the CPU time of all its threads in seconds."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

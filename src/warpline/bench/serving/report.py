@@ -1,4 +1,4 @@
-"""Rows of servers become a table and a picture."""
+"""Turns rows of servers into a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 #: Columns that fit into 80 characters; times in ms.
 TITLES = ("server", "load", "tok/s", "req/s", "TTFT", "p99", "TPOT", "p99", "E2E", "p99", "failed")
-#: A client that takes more of a core than this may be what was measured.
+#: If the client uses more of a core than this, the client may have been the limit.
 BUSY = 0.8
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A line of the table."""
+    """Return a line of the table."""
 
     def ms(name: str) -> str:
         value = row.get(name)
@@ -36,14 +36,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def load(row: Row) -> str:
-    """How requests came: at once as many as that, or so many per second."""
+    """Describe the load of a row: how many requests at once, or how many per second."""
     parts = [] if row["request_rate"] is None else [f"{row['request_rate']:g}/s"]
     parts += [] if row["max_concurrency"] is None else [f"×{row['max_concurrency']}"]
     return " ".join(parts) or "all"
 
 
 def notes(row: Row) -> list[str]:
-    """What a reader of the table has to know."""
+    """Return the notes that the table of this row needs."""
     found = []
     if row["client_cpu_share"] > BUSY:
         found.append(f"{load(row)}: the client was busy {100 * row['client_cpu_share']:.0f} % of the time: it may be "
@@ -64,7 +64,7 @@ def notes(row: Row) -> list[str]:
 
 
 def chart(rows: Sequence[Row]) -> Figure:
-    """Tokens per second and time to the first token over the load, a line for each server."""
+    """Draw tokens per second and time to the first token over the load, a line for each server."""
     figure = canvas(9, 4)
     left, right = figure.subplots(1, 2)
     places = {name: i for i, name in enumerate(dict.fromkeys(load(row) for row in rows))}

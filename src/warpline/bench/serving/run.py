@@ -1,4 +1,4 @@
-"""A load is sent to a server; rows come back."""
+"""Sends a load to a server and returns rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from warpline.bench.serving.process import Server
 from warpline.errors import ConfigError
 
 T = TypeVar("T")
-#: Seconds between two looks at a server that is not ready.
+#: Seconds between two attempts to reach a server that is not ready.
 PAUSE = 0.1
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """On the fastest event loop there is."""
+    """Run a coroutine on uvloop, the fastest event loop available."""
     try:
         import httptools  # noqa: F401 - the client needs it
         import uvloop
@@ -37,8 +37,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def ready(target: Target, seconds: float, alive: Callable[[], None] = lambda: None) -> str | None:
-    """Wait until the server answers; the name of its first model, if it says one. `alive` raises when waiting is of no
-    use."""
+    """Wait until the server answers; return the name of its first model, if it names one. `alive` raises if there is no
+    point in waiting."""
     end = time.monotonic() + seconds
     while True:
         alive()
@@ -66,11 +66,11 @@ def _first_model(answer: Raw) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How a server is asked, whatever the load."""
+    """How a server is asked, independent of the load."""
 
-    model: str | None = None  # the server's first if not given
-    label: str | None = None  # of the server in rows; where it is if not given
-    warmups: int | None = None  # one for each request at once if not given
+    model: str | None = None  # None: the server's first model
+    label: str | None = None  # the server's name in rows; None: its address
+    warmups: int | None = None  # None: one for each concurrent request
     timeout: float = 300.0  # seconds for an answer
     patience: float = 60.0  # seconds for the server to be ready
 
@@ -84,7 +84,7 @@ def measured(
     server: Server | None = None,
     advance: Callable[[float], None] = lambda amount: None,
 ) -> list[Row]:
-    """A row for each load. Of a server of ours its CPU time is measured as well."""
+    """Return a row for each load. With `server`, its CPU time is measured as well."""
     first = run(ready(target, asking.patience, server.require_alive if server is not None else lambda: None))
     model = asking.model or first
     if model is None:
@@ -122,7 +122,7 @@ async def measure(
     before: Callable[[], None] = lambda: None,
     advance: Callable[[float], None] = lambda amount: None,
 ) -> Row:
-    """Send the load. `before` is called when the warm-up is over."""
+    """Send the load; return its row. `before` is called after the warm-up."""
     path = PATHS[load.api]
     pool: list[Connection] = []
     try:
@@ -135,7 +135,7 @@ async def measure(
             _require(await _send(target, requests, again.arrivals(), load.concurrency, timeout, pool))
         requests = [target.request("POST", path, body) for body in load.bodies(model)]
         gc.collect()
-        gc.disable()  # a pause of the client's would count as one of the server's
+        gc.disable()  # a pause of the client would count as one of the server
         before()
         cpu, began = time.process_time(), time.perf_counter()
         found = await _send(target, requests, load.arrivals(), load.concurrency, timeout, pool, advance)
@@ -148,7 +148,7 @@ async def measure(
 
 
 def _require(warm: list[Raw]) -> None:
-    """A server that refuses the first request will refuse the others."""
+    """Raise if the server refused every request of the warm-up: it would refuse the others too."""
     failed = [found for found in map(read, warm) if isinstance(found, str)]
     if len(failed) == len(warm):
         raise ConfigError(f"the server refused every request of the warm-up: {failed[0]}")
@@ -163,7 +163,7 @@ async def _send(
     pool: list[Connection],
     advance: Callable[[float], None] = lambda amount: None,
 ) -> list[Raw]:
-    """All requests, each when it is due and a place is free."""
+    """Send all requests, each when it is due and fewer than `concurrency` are running; return the answers."""
     places = asyncio.Semaphore(concurrency or len(arrivals))
     began = time.perf_counter()
 

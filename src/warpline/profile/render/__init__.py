@@ -1,1 +1,1 @@
-"""A session as text for the terminal, as a page, as Markdown, and as a trace."""
+"""Renders a session as text for the terminal, as a page, as Markdown, and as a trace."""

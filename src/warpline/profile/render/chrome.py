@@ -1,4 +1,4 @@
-"""A session's timeline in the trace format that Perfetto and chrome://tracing open, module names on the spans."""
+"""Writes a session's timeline in the trace format of Perfetto and chrome://tracing, with module names on the spans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TITLES = {"step": "steps", "module": "modules", "host": "host", "gpu": "GPU"}
 
 
 def trace(session: Session) -> str:
-    """The JSON text. Each phase is a process; steps, modules, host and GPU are its threads."""
+    """Return the JSON text. Each phase is a process; steps, modules, host and GPU are its threads."""
     events: list[dict[str, Any]] = []
     for pid, phase in enumerate(session.phases, 1):
         events.append(_meta("process_name", pid, 0, f"{phase.name}: {session.label}"))
@@ -25,7 +25,7 @@ def trace(session: Session) -> str:
 
 
 def _threads(phase: Phase) -> list[tuple[str, list[Moment]]]:
-    """A thread for every track, and more where what is on it overlaps: kernels that begin before the last one's end."""
+    """Return one thread per track, or several where moments overlap, as kernels may."""
     found = []
     for track in TRACKS:
         threads = lanes([moment for moment in phase.timeline if moment.track == track])
@@ -35,9 +35,8 @@ def _threads(phase: Phase) -> list[tuple[str, list[Moment]]]:
 
 
 def lanes(moments: Sequence[Moment]) -> list[list[Moment]]:
-    """Moments parted so that of two in a lane one ends before the other begins, or lies inside it: viewers draw nothing
-    else."""
-    found: list[tuple[list[Moment], list[int]]] = []  # each with the ends of what is open there
+    """Distribute moments over lanes, so that any two in a lane are disjoint or nested: viewers draw nothing else."""
+    found: list[tuple[list[Moment], list[int]]] = []  # each with the end times of its open moments
     for moment in sorted(moments, key=lambda m: (_ns(m.start), -_ns(m.start + m.us))):
         begin, end = _ns(moment.start), _ns(moment.start + moment.us)
         for _, ends in found:
@@ -62,7 +61,7 @@ def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 def _event(pid: int, tid: int, moment: Moment) -> dict[str, Any]:
     module = " / ".join(moment.path) or "step"
     runs = moment.track in ("host", "gpu")
-    begin, end = _ns(moment.start), _ns(moment.start + moment.us)  # both rounded: a part never outlasts its whole
+    begin, end = _ns(moment.start), _ns(moment.start + moment.us)  # both rounded, so nested moments stay nested
     return {
         "name": module if moment.track == "module" else moment.name,
         "cat": moment.track,

@@ -1,4 +1,4 @@
-"""A session in the terminal: a tree of modules with bars, and tables, the verdict last, where it is still seen."""
+"""Prints a session in the terminal: modules as a tree with bars, tables, and the verdict last, so it stays visible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from warpline.profile.render import sections as s
 from warpline.profile.session import Phase, Session
 
 _BAR = 20
-#: Columns that a narrow table can do without, the first of them first.
+#: Columns that a narrow table can leave out, the least important first.
 LEAST = (
     *("calls/layer", "mean µs", "class", "calls/step", "TFLOP/s", "GFLOP", "FLOP/B", "waiting", "MB"),
     *("of it waiting µs", "difference"),
@@ -27,7 +27,7 @@ def show(
     most: int | None = s.MOST_KERNELS,
     shares: bool = False,
 ) -> None:
-    """Print everything; the `shares` of each part's parts, which the tree has as well, if they are asked for."""
+    """Print all sections; the tables of `shares`, which the tree also has, only if asked for."""
     _title(s.heading(session))
     for note in session.notes:
         tables.say(f"note: {note}")
@@ -47,7 +47,7 @@ def show(
 
 
 def show_comparison(found: Sequence[Comparison]) -> None:
-    """Print before and after."""
+    """Print the comparison of each phase."""
     for one in found:
         for section in s.compared(one):
             _section(section)
@@ -66,7 +66,7 @@ def _section(section: s.Section) -> None:
 
 
 def modules(phase: Phase, *, merge: bool = True, width: int | None = None) -> list[str]:
-    """The tree, each module with its time, its share and a bar."""
+    """Return the lines of the tree, each module with its time, its share and a bar."""
     root = tree.build(phase, merge=merge)
     lines = [(root.name, root), *_branches(root, "")]
     name = max(len(drawn) for drawn, _ in lines)
@@ -82,7 +82,7 @@ def modules(phase: Phase, *, merge: bool = True, width: int | None = None) -> li
 
 
 def _branches(node: tree.Node, before: str) -> Iterator[tuple[str, tree.Node]]:
-    """What is below a module, each name behind the lines that lead to it."""
+    """Yield the modules below a node, each name with the tree lines before it."""
     for i, child in enumerate(node.children.values(), 1):
         last = i == len(node.children)
         yield before + ("└─ " if last else "├─ ") + child.name, child

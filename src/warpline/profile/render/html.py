@@ -1,5 +1,5 @@
-"""One page with everything, nothing fetched from elsewhere: tree, tables that can be sorted, a roofline to hover over,
-a timeline to zoom into, the verdict. Its colours follow the reader's light or dark theme."""
+"""Renders a session as one page that loads nothing from elsewhere: tree, sortable tables, a roofline with tooltips, a
+timeline with zoom, the verdict. Its colours follow the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARTS = __package__ or ""
 
 
 def page(session: Session, *, gpu: str | None = None) -> str:
-    """The page."""
+    """Return the page; `gpu` adds a projection onto that card."""
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
@@ -98,7 +98,7 @@ def _node(node: tree.Node, root: tree.Node, *, deep: bool) -> str:
 
 
 def _flame(phase: Phase) -> str:
-    """The tree as boxes within boxes, each as wide as its time; the script draws them."""
+    """Return the tree as data for a flame graph, drawn by the script: boxes within boxes, each as wide as its time."""
     name = f"flame-{phase.name}"
     data = json.dumps(_boxes(tree.build(phase, merge=False)), separators=(",", ":")).replace("</", "<\\/")
     return (
@@ -109,14 +109,14 @@ def _flame(phase: Phase) -> str:
 
 
 def _boxes(node: tree.Node) -> list[object]:
-    """Name, µs, of them waiting, and parts."""
+    """Return name, µs, µs of waiting among them, and parts."""
     parts = [_boxes(child) for child in node.children.values()]
     return [node.name, round(node.us, 2), round(node.gap_us, 2), parts]
 
 
 def _timeline(phase: Phase) -> str:
-    """Moments of the first step as data; the script draws them. Hatched is where nothing ran, from the step's begin on
-    the device to its end: what a host does for a GPU that is behind lies before that."""
+    """Return the moments of the first step as data, drawn by the script. Hatching shows where nothing ran between the
+    step's begin and end on the device; a host's work for a GPU that is behind lies before that."""
     step = next((m for m in phase.timeline if m.track == "step"), None)
     if step is None:
         return "<p class='soft'>This session was kept without its timeline.</p>"
@@ -137,6 +137,6 @@ def _timeline(phase: Phase) -> str:
 
 
 def _legend(rows: list[tuple[str, str, str, float, float, str, int]]) -> str:
-    """The classes that the timeline has, in their colours, which are the style's."""
+    """Return the classes on the timeline in their colours, which the style sheet defines."""
     kinds = dict.fromkeys(kind for track, _, _, _, _, kind, _ in rows if track in ("host", "gpu"))
     return " ".join(f"<span class='kind kind-{_safe(kind)}'>{_safe(kind)}</span>" for kind in kinds)

@@ -1,4 +1,4 @@
-"""A session as Markdown."""
+"""Renders a session as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpline.profile.session import Session
 
 
 def table(section: s.Section) -> str:
-    """A section's table and text. Indentation is kept, where Markdown would drop it."""
+    """Return a section's table and text. Indentation becomes non-breaking spaces, because Markdown drops it."""
     parts = []
     if section.rows:
         lines = [section.columns, ("---",) + ("---:",) * (len(section.columns) - 1), *map(_kept, section.rows)]
@@ -26,7 +26,7 @@ def _kept(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def whole(session: Session, *, merge: bool = True, gpu: str | None = None, most: int | None = s.MOST_KERNELS) -> str:
-    """The whole report."""
+    """Return the whole report."""
     parts = ["# warpline profile", s.heading(session)]
     parts += [f"*{note}.*" for note in session.notes]
     for phase in session.phases:
@@ -36,7 +36,7 @@ def whole(session: Session, *, merge: bool = True, gpu: str | None = None, most:
 
 
 def comparison(found: Sequence[Comparison]) -> str:
-    """Two sessions."""
+    """Return the comparison of two sessions."""
     parts = ["# warpline profile compare"]
     for one in found:
         for section in s.compared(one):

@@ -1,4 +1,4 @@
-"""Steps of several sessions as one picture: a bar each, its parts coloured, for a page that cannot run a script."""
+"""Draws steps of several sessions as coloured bars in one picture, for a page that cannot run a script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warpline.profile.classify import classify
 from warpline.profile.names import ATTENTION, BLOCKS, MLP, merged
 from warpline.profile.session import Phase, Session
 
-#: Parts of a step and their colours, in which each bar shows them.
+#: Parts of a step in the order of the bar, and their colours.
 PARTS = {
     "attention": "#7c3aed",
     "MLP": "#c2410c",
@@ -24,7 +24,7 @@ _WIDTH, _LEFT, _BAR, _PITCH, _TOP = 860, 150, 22, 34, 56
 
 
 def shares(phase: Phase) -> dict[str, float]:
-    """µs of each part, of a step when nobody records: what was recorded, with gaps as long as they are then."""
+    """Return µs of each part of an unrecorded step: the recorded parts, scaled, with the gaps of an unrecorded step."""
     root = tree.build(phase)
     found = dict.fromkeys(PARTS, 0.0)
     exchanges = {merged(row.path) for row in phase.kernels if classify(row.name) == "exchange"}
@@ -47,7 +47,7 @@ def shares(phase: Phase) -> dict[str, float]:
 
 
 def bars(sessions: Sequence[Session], phase: str) -> str:
-    """The picture as SVG, on white, so that it can be read on any page."""
+    """Return the picture as SVG, on white, so that it can be read on any page."""
     rows = [(session.method, session.dtype, shares(session.phase(phase))) for session in sessions]
     longest = max(sum(parts.values()) for _, _, parts in rows)
     height = _TOP + _PITCH * len(rows) + 10

@@ -1,5 +1,5 @@
-"""The roofline as a drawing: TFLOP/s over FLOP per byte, both logarithmic. Modules are numbered, and a list below says
-which is which: names beside the dots would cover each other, because modules that do alike lie close together."""
+"""Draws the roofline: TFLOP/s over FLOP per byte, both logarithmic. Modules are numbered and listed below: names beside
+the dots would cover each other, because similar modules lie close together."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from warpline.profile.session import Phase, Session
 
 WIDTH, HEIGHT = 900, 420
 _LEFT, _BOTTOM, _EDGE = 64, 44, 10
-#: A number's height, and the width of one of its digits.
+#: Height of a number, and width of one of its digits.
 _LETTER_HEIGHT, _LETTER_WIDTH = 12.0, 7.5
-#: How far from its dot's edge a number stands.
+#: Distance of a number from the edge of its dot.
 _NEAR = 9.0
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a number stands."""
+    """Place and size of a number."""
 
     x: float
     y: float
@@ -29,7 +29,7 @@ class Box:
     height: float = _LETTER_HEIGHT
 
     def meets(self, other: Box) -> bool:
-        """Whether two cover each other."""
+        """Whether the two boxes overlap."""
         return (
             self.x < other.x + other.width
             and other.x < self.x + self.width
@@ -39,7 +39,7 @@ class Box:
 
     @property
     def inside(self) -> bool:
-        """Whether all of it is on the drawing."""
+        """Whether the whole box is on the drawing."""
         return (
             self.x >= _LEFT
             and self.x + self.width <= WIDTH - _EDGE
@@ -49,7 +49,7 @@ class Box:
 
 
 def roofline(session: Session, phase: Phase) -> str:
-    """The drawing and its list: below the slope memory binds, below the flat the arithmetic."""
+    """Return the drawing and its list: under the slope memory is the limit, under the flat roof the arithmetic."""
     limits = roofs(session)
     priced = [*points(session, phase), whole(session, phase)]
     drawn = sorted((point for point in priced if point.flops and point.bytes), key=lambda point: -point.us)
@@ -82,7 +82,7 @@ def roofline(session: Session, phase: Phase) -> str:
         parts.append(f"<circle cx='{at_x:.1f}' cy='{at_y:.1f}' r='{radius:.1f}' data-tip='{_safe(_told(point))}'/>")
     for number, ((at_x, at_y, radius), box) in enumerate(zip(dots, place(dots), strict=True), 1):
         middle, height = box.x + box.width / 2, box.y + box.height / 2
-        if math.hypot(middle - at_x, height - at_y) > radius + _NEAR + 1:  # a line says whose number it is
+        if math.hypot(middle - at_x, height - at_y) > radius + _NEAR + 1:  # a line connects the number with its dot
             parts.append(f"<path class='lead' d='M{at_x:.1f} {at_y:.1f}L{middle:.1f} {height:.1f}'/>")
         parts.append(f"<text class='number' x='{middle:.1f}' y='{box.y + 10:.1f}' text-anchor='middle'>{number}</text>")
     parts.append(f"<text x='{(WIDTH + _LEFT) / 2}' y='{HEIGHT - 6}' text-anchor='middle'>FLOP per byte</text>")
@@ -92,7 +92,7 @@ def roofline(session: Session, phase: Phase) -> str:
 
 
 def place(dots: Sequence[tuple[float, float, float]]) -> list[Box]:
-    """A place for the number of each dot (x, y, radius): beside it, or as near as none other is covered."""
+    """Return a box for the number of each dot (x, y, radius): the nearest place that covers no other number."""
     found: list[Box] = []
     for number, (x, y, radius) in enumerate(dots, 1):
         width = _LETTER_WIDTH * len(str(number)) + 3

@@ -1,4 +1,4 @@
-"""What every renderer shows: sections of a phase, each a title and a table or a text. Knows no torch."""
+"""The sections that every renderer shows: each is a title with a table or a text. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from warpline.profile.roofline import Point, class_bytes, points, project, roofs
 from warpline.profile.session import SOURCES, Phase, Session
 from warpline.profile.verdict import verdict
 
-#: Kernels that a table has, unless all are asked for; how much of a name it shows.
+#: Most kernels in a table, unless all are asked for; most letters of a name.
 MOST_KERNELS, MOST_LETTERS = 20, 60
-#: Titles by which sections are known.
+#: Titles by which renderers recognise sections.
 VERDICT, SHARES = "Verdict", "Shares of the"
 
 
@@ -29,7 +29,7 @@ class Section:
 
 
 def heading(session: Session) -> str:
-    """Whose profile it is, in one line."""
+    """Return one line that says what was profiled, and where."""
     origin = session.origin
     threads = f", {origin['threads']} thread(s)" if "threads" in origin else ""
     return (
@@ -39,7 +39,7 @@ def heading(session: Session) -> str:
 
 
 def summary(session: Session, phase: Phase) -> Section:
-    """The step in figures, the launches among them, and what recording cost."""
+    """Return the figures of a step: launches, gaps, and what recording cost."""
     spent, point = overhead(phase), whole(session, phase)
     gpu = session.kind == "cuda"
     gaps = "gaps" if gpu else "Python and dispatch"
@@ -78,7 +78,7 @@ def _slower(phase: Phase) -> str:
 
 
 def modules(phase: Phase, *, merge: bool = True) -> Section:
-    """The tree, drawn by indentation."""
+    """Return the tree as a table, drawn by indentation."""
     root = tree.build(phase, merge=merge)
     rows = [
         ("  " * depth + node.name, f"{node.us:,.1f}", f"{100 * node.share_of(root):.1f}", f"{node.gap_us:,.1f}")
@@ -88,7 +88,7 @@ def modules(phase: Phase, *, merge: bool = True) -> Section:
 
 
 def four_tables(phase: Phase) -> list[Section]:
-    """Model, block, attention, MLP: the share of each part."""
+    """Return the tables of model, block, attention and MLP, with the share of each part."""
     return [
         Section(
             f"{SHARES} {table.title} ({table.us:,.1f} µs)",
@@ -100,7 +100,7 @@ def four_tables(phase: Phase) -> list[Section]:
 
 
 def kernels(session: Session, phase: Phase, *, most: int | None = MOST_KERNELS) -> Section:
-    """Every kernel, or the longest."""
+    """Return the table of all kernels, or of the `most` longest."""
     lines = kernel_table(session, phase)
     rows = [
         (
@@ -123,13 +123,13 @@ def kernels(session: Session, phase: Phase, *, most: int | None = MOST_KERNELS) 
 
 
 def shortened(name: str) -> str:
-    """Of a kernel's name what fits."""
+    """Return a kernel's name, cut to `MOST_LETTERS`."""
     name = name.removeprefix("void ")
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
 def by_class(session: Session, phase: Phase) -> Section:
-    """Time per class; what could not be classified by name."""
+    """Return the time per class, and the names that could not be classified."""
     moved = class_bytes(session, phase)
     rows = tuple(
         (
@@ -149,7 +149,7 @@ def by_class(session: Session, phase: Phase) -> Section:
 
 
 def roofline(session: Session, phase: Phase) -> Section:
-    """Bytes and FLOPs beside the time."""
+    """Return bytes, FLOPs and rates of each module beside its time."""
     limits = roofs(session)
     rows = [_roof_row(point) for point in [*points(session, phase), whole(session, phase)]]
     titles = ("module", "µs busy", "waiting", "MB", "GFLOP", "GB/s", "TFLOP/s", "FLOP/B", "bound by", "% of roof")
@@ -176,7 +176,7 @@ def _roof_row(point: Point) -> tuple[str, ...]:
 
 
 def projection(session: Session, phase: Phase, gpu: str) -> Section:
-    """The same work on another card."""
+    """Return the table of the same work projected onto another GPU."""
     target, rows = project(session, phase, gpu)
     text = (
         f"A projection, not a measurement: {target.name} by its datasheet ({target.read_gb_s:,.0f} GB/s, "
@@ -200,7 +200,7 @@ def projection(session: Session, phase: Phase, gpu: str) -> Section:
 def phase_sections(
     session: Session, phase: Phase, *, merge: bool = True, gpu: str | None = None, most: int | None = MOST_KERNELS
 ) -> list[Section]:
-    """Everything about a phase, in order."""
+    """Return all sections of a phase, in order."""
     found = [
         summary(session, phase),
         Section(VERDICT, text=verdict(session, phase)),
@@ -214,7 +214,7 @@ def phase_sections(
 
 
 def compared(comparison: Comparison, *, most: int = MOST_KERNELS) -> list[Section]:
-    """Before and after."""
+    """Return the sections of a comparison: modules and kernels."""
     titles = ("µs before", "µs after", "difference", "after/before")
     rows = tuple(("  " * c.depth + c.name, *_change(c)) for c in comparison.modules)
     changed = tuple((shortened(c.name), *_change(c)) for c in comparison.kernels[:most])
