@@ -46,6 +46,15 @@ def test_charts_and_page(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     assert "http" not in text.replace("http-equiv", "")
 
 
+def test_rows_without_a_rate_are_not_drawn(rows: list[dict[str, Any]]) -> None:
+    """Where noise exceeds the time of decoding, a row has no rate; a case without any has no bars."""
+    without = [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows]
+    assert not [name for name, (draw, _) in charts.pictures(without).items() if draw is charts.bars]
+    ok = next(i for i, row in enumerate(rows) if row["status"] == "ok")
+    mixed = [without[ok] if i == ok else row for i, row in enumerate(rows)]
+    assert all(data.startswith(b"\x89PNG") for data in charts.charts(mixed).values())
+
+
 def test_compare(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     before, after = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     timed = [row for row in rows if row["status"] == "ok"]

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Drawing = Callable[[Sequence[Row]], "Figure"]
 
+#: Rows of which only noise is known have no rate (figures.py).
+RATE = "tokens_per_second"
+
 PROUD, PLAIN = "#c2410c", "#64748b"
 
 
@@ -34,10 +37,10 @@ def canvas(width: float, height: float) -> Figure:
 
 def bars(rows: Sequence[Row]) -> Figure:
     """Draw tokens per second of every method of one case, with a dashed line where memory bandwidth limits it."""
-    timed = sorted((r for r in rows if r["status"] == "ok" and "seconds" in r), key=lambda r: r["tokens_per_second"])
+    timed = sorted((r for r in rows if r["status"] == "ok" and RATE in r), key=lambda r: r[RATE])
     figure = canvas(8, 1.2 + 0.42 * len(timed))
     axes = figure.subplots()
-    values = [row["tokens_per_second"] for row in timed]
+    values = [row[RATE] for row in timed]
     names = [row["title"] for row in timed]
     drawn = axes.barh(names, values, color=[PROUD if row["method"] in OURS else PLAIN for row in timed])
     axes.bar_label(drawn, labels=[f" {value:,.0f}" for value in values])
@@ -96,7 +99,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, tuple[Drawing, list[Row]]]:
     where decoding was timed at several contexts."""
     found: dict[str, tuple[Drawing, list[Row]]] = {}
     for group in grouped(rows).values():
-        if any(row["status"] == "ok" and "seconds" in row for row in group):
+        if any(row["status"] == "ok" and RATE in row for row in group):
             first = group[0]
             shape = f"{first['batch']}x{first['prompt']}+{first['new']}"
             found[_slug(f"{first['workload']} {first['model']} {first['dtype']} {shape}")] = bars, group

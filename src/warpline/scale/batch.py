@@ -86,8 +86,8 @@ def generate(
         speculative_table=speculative_table,
     )  # fmt: skip
     params = _checked(params or SamplingParams())
-    count = _count(replicas)
-    if count is None and replicas is None and ray_address is not None:
+    count = cluster.replica_count(replicas)
+    if replicas is None and ray_address is not None:
         raise ConfigError("an address of Ray's is for replicas: say how many")
     if is_parquet(out):
         parquet()
@@ -107,7 +107,7 @@ def generate(
             logger.warning("%s lines were done before: going on behind them", f"{resumed:,}")
         work = list(chunks(source, size))
         left = work[output.chunks :]
-        arguments = (_resolved(model), asdict(asked), params, column)
+        arguments = (cluster.absolute(model), asdict(asked), params, column)
         with progress("Generating", sum(one.lines for one in left)) as advance:
             by_ray = replicas is not None
             made = _by_ray(left, arguments, count, ray_address, gpus) if by_ray else _here(left, arguments)
@@ -130,26 +130,12 @@ def _checked(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=params.seed or 0)
 
 
-def _count(replicas: int | str | None) -> int | None:
-    if replicas is None or replicas == "auto":
-        return None
-    if not str(replicas).isdigit() or not 0 < int(replicas) <= 10_000:
-        raise ConfigError(f"--replicas takes a number, or auto, not '{replicas}'")
-    return int(replicas)
-
-
 def _chunk(asked: EngineConfig) -> int:
     """Return the lines per chunk: twice as many as run at once, so that a few chunks keep every slot busy."""
     import torch
 
     on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and torch.cuda.is_available())
     return 2 * (asked.max_batch or MOST_SLOTS["cuda" if on_gpu else "cpu"])
-
-
-def _resolved(model: str) -> str:
-    """Return a path as absolute: actors may have another working directory."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
 
 
 def _source(data: Any, out: Path, column: str) -> Path:

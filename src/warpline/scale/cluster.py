@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from warpline import hardware
@@ -181,3 +182,18 @@ def require_room(replicas: int, each: Share, has: dict[str, float]) -> None:
         if wanted > there + 1e-9:
             need = f"{replicas} replica(s) of {one:g} {name}(s) need {wanted:g}"
             raise DeviceError(f"{need}, and the cluster has {there:g}: take fewer --replicas, or more machines")
+
+
+def replica_count(asked: int | str | None) -> int | None:
+    """Return the number of replicas; None if Ray chooses."""
+    if asked is None or asked == "auto":
+        return None
+    if not str(asked).isdigit() or not 0 < int(asked) <= 10_000:
+        raise ConfigError(f"--replicas takes a number, or auto, not '{asked}'")
+    return int(asked)
+
+
+def absolute(model: str) -> str:
+    """Return a path as absolute: replicas may have another working directory."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model

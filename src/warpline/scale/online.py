@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from warpline.config import EngineConfig
@@ -102,7 +101,7 @@ def _application(
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         **named,
     )
-    return made.bind(_found(model), engine, settings)
+    return made.bind(cluster.absolute(model), engine, settings)
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
@@ -135,7 +134,7 @@ def serve(
     ready: Callable[[str, str], None] | None = None,
 ) -> None:
     """Serve until a signal comes, then drain. `ready` is called with the URL and a description of the replicas."""
-    count = _count(replicas)
+    count = cluster.replica_count(replicas)
     if address is None:
         weights.read_config(model)  # a missing model is an error now, in one line
         if is_loopback(host) and not settings.allowed_hosts:
@@ -200,21 +199,6 @@ def _explained(message: str) -> WarplineError:
     ours = [line.partition(": ")[2] for line in lines if line.startswith("warpline.errors.")]
     last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no reason is known")
     return DeviceError(f"the replicas did not start: {(ours or [last])[-1][:300]}")
-
-
-def _count(text: str) -> int | None:
-    """Return the number of replicas; None if Ray chooses."""
-    if text == "auto":
-        return None
-    if not text.isdigit() or not 0 < int(text) <= 10_000:
-        raise ConfigError(f"--replicas takes a number, or auto, not '{text}'")
-    return int(text)
-
-
-def _found(model: str) -> str:
-    """Return a path as absolute: replicas may have another working directory."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else model
 
 
 def _require(condition: bool, message: str) -> None:
