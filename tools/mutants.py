@@ -19,9 +19,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,8 +37,10 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
 }  # fmt: skip
 #: Files that tests do not run on a machine without a GPU, or that have no code of their own.
 SKIPPED = ("kernels/cuda", "__init__.py", "__main__.py", "scale/cluster.py", "scale/online.py")
-#: Seconds of the tests per swap, fastest first; most test files of those nearest by name; seconds of one run.
-SECONDS, MOST_FILES, TIMEOUT = 240, 8, 600
+#: Seconds of tests that are tried for a swap: first of the fastest, then of any. A run that takes longer says nothing.
+FASTEST, SECONDS, TIMEOUT = 60, 300, 900
+#: Test files nearest by name that are tried for a swap that no test reaches.
+MOST_FILES = 8
 PYTEST = (sys.executable, "-m", "pytest")
 #: Source of a module in the copy of the package: records which test, or process started by it, reaches which swap.
 REACHED = """
@@ -164,8 +167,9 @@ def copied(folder: Path) -> Path:
     """Copy the project for a change and return its package. Folders that no change touches are linked."""
     for part in ("src", "tests", "tools", "examples"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("docs", "results", "Makefile", "README.md", "CONTRIBUTING.md", "pyproject.toml"):
-        (folder / part).symlink_to(ROOT / part)
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
     return folder / "src" / "warpline"
 
 
@@ -187,7 +191,7 @@ def watched(package: Path, wanted: Sequence[Mutant], log: Path) -> None:
 
 
 def reaching(wanted: Sequence[Mutant]) -> list[list[str]]:
-    """Run all tests; return for each change the tests that reach it, fastest first, or those of the nearest files."""
+    """Run all tests; return for each change the tests to try: those that reach it, or those of the nearest files."""
     with tempfile.TemporaryDirectory(prefix="reached-") as name:
         folder = Path(name)
         watched(copied(folder), wanted, folder / "log")
@@ -202,16 +206,20 @@ def reaching(wanted: Sequence[Mutant]) -> list[list[str]]:
         for line in (folder / "log").read_text(encoding="utf-8").splitlines():
             number, _, test = line.partition(" ")
             found[int(number)].add(test)
-    chosen = []
-    for mutant, tests in zip(wanted, found, strict=True):
-        its: list[str] = []
-        left = float(SECONDS)
-        for test in sorted(tests, key=lambda test: seconds[test]):
-            left -= seconds[test]
-            if left > 0 or not its:
-                its.append(test)
-        chosen.append(its or nearest(mutant.path))
-    return chosen
+    return [chosen(mutant, tests, seconds) for mutant, tests in zip(wanted, found, strict=True)]
+
+
+def chosen(mutant: Mutant, tests: set[str], seconds: Mapping[str, float]) -> list[str]:
+    """Return which of these tests to try, in order, given their seconds. The fastest are often alike, so some follow
+    that are drawn from the others."""
+    fastest = sorted(tests, key=lambda test: (seconds[test], test))
+    totals = accumulate(map(seconds.__getitem__, fastest))
+    first = [test for test, total in zip(fastest, totals, strict=True) if total < FASTEST]
+    rest = fastest[len(first) :]
+    random.Random(mutant.start).shuffle(rest)
+    totals = accumulate(map(seconds.__getitem__, rest))
+    more = [test for test, total in zip(rest, totals, strict=True) if total < SECONDS - FASTEST]
+    return first + (more or rest[:1]) or nearest(mutant.path)
 
 
 def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
@@ -222,12 +230,11 @@ def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
         target = copied(copy) / mutant.path
         target.write_text(mutant.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
         failed = _failing(copy, tests)
-    noticed = failed is not None and (not failed or _failing(ROOT, failed) is None)
-    return noticed, time.monotonic() - begun
+    return failed is not None and _failing(ROOT, failed) is None, time.monotonic() - begun
 
 
 def _failing(root: Path, tests: list[str]) -> list[str] | None:
-    """Return the first failing test in a list, an empty list after a timeout (an endless loop counts), or None."""
+    """Return the first failing test in a list; None if there is none, or if they took too long to say."""
     command = [*PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200", "-m", "not alone"]
     try:
         done = subprocess.run(
@@ -235,7 +242,7 @@ def _failing(root: Path, tests: list[str]) -> list[str] | None:
             cwd=root, env=_environment(root), capture_output=True, text=True, timeout=TIMEOUT, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return []
+        return None
     if not done.returncode:
         return None
     named = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", done.stdout, re.MULTILINE)
@@ -251,10 +258,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--reached", type=Path, help="a file for what tests reach; not found out again if it is there")
     parser.add_argument("--out", type=Path, help="write what was found as JSON lines")
     asked = parser.parse_args(arguments)
     wanted = drawn(asked.seed, asked.count)
-    tests = reaching(wanted)
+    if asked.reached is not None and asked.reached.exists():
+        tests = json.loads(asked.reached.read_text(encoding="utf-8"))
+    else:
+        tests = reaching(wanted)
+        if asked.reached is not None:
+            asked.reached.write_text(json.dumps(tests), encoding="utf-8")
     rows = []
     with ThreadPoolExecutor(asked.jobs) as pool:
         for mutant, its, (noticed, seconds) in zip(wanted, tests, pool.map(is_noticed, wanted, tests), strict=True):

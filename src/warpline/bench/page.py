@@ -44,7 +44,7 @@ def page(rows: Sequence[Row], pictures: dict[str, bytes]) -> str:
         f"<p>{html.escape(_machine(first))}, {first['read_gb_s']:,.0f} GB/s read, torch {first['torch']}, "
         f"{html.escape(str(first['time']))}, commit {str(first['commit'])[:10]}</p>",
         "<p class='soft'>Medians; ± is half of the way from the 20th to the 80th percentile. A click on a title sorts. "
-        "No GB/s where nobody says how many bytes a method moves.</p>",
+        "No GB/s where it is unknown how many bytes a method moves.</p>",
     ]
     for group in grouped(rows).values():
         parts.append(f"<h2>{html.escape(as_case(group[0]).label)}</h2>{_table(group)}")

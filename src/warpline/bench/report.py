@@ -90,10 +90,10 @@ def losses(rows: Sequence[Row]) -> list[str]:
     for (workload, model, dtype), found in behind.items():
         found.sort()
         span = f"{found[0][0]:.2f}" if len(found) == 1 else f"{found[0][0]:.2f} to {found[-1][0]:.2f}"
-        who = " or ".join(f"`{name}`" for name in sorted({peer for _, peer, _ in found}))
+        peers = " or ".join(f"`{name}`" for name in sorted({peer for _, peer, _ in found}))
         mine = " or ".join(f"`{name}`" for name in sorted({name for _, _, name in found}))
         count = f"{len(found)} of {cases[workload, model, dtype]} cases"
-        lines.append(f"{workload}, {model} {dtype}: {who} is {span} times as fast as our {mine}, in {count}")
+        lines.append(f"{workload}, {model} {dtype}: {peers} is {span} times as fast as our {mine}, in {count}")
     return lines
 
 

@@ -241,7 +241,7 @@ def _print_case(rows: list[dict[str, Any]]) -> None:
     titles, *lines = columns(rows)
     if lines:
         show(titles, lines, least=LEAST)
-    say("".join(f"{note}\n" for note in notes(rows)) + "".join(f"not measured: {who}\n" for who in absent(rows)))
+    say("".join(f"{note}\n" for note in notes(rows)) + "".join(f"not measured: {name}\n" for name in absent(rows)))
 
 
 def _numbers(name: str, text: str | None) -> list[int]:

@@ -139,7 +139,7 @@ class _Terminal:
     def run(self) -> None:
         """Answer lines until the input ends."""
         if sys.stdin is None:
-            raise ConfigError("standard input is closed: there is nobody to talk to")
+            raise ConfigError("standard input is closed: chat reads from it")
         if self._there:
             import readline  # noqa: F401 - makes lines editable, and earlier ones available by the arrow keys
 

@@ -171,7 +171,7 @@ def _check_model(model: Any, modules: list[nn.Module], kinds: list[type]) -> Non
         if module._forward_hooks or module._forward_pre_hooks:
             raise NotOursError("modules with hooks, which the engine would not call")
         if "forward" in module.__dict__ and not isinstance(module.__dict__["forward"], Forward):
-            raise NotOursError("modules whose forward somebody else has replaced")
+            raise NotOursError("modules with a forward that other code has replaced")
     if {p.device for p in held(modules)} != {model.device}:
         raise NotOursError("parameters on several devices")
 

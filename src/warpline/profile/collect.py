@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 #: Most steps to record: with more, the mean gets no better and the recorder's memory grows.
 MOST_STEPS = 64
 #: A session's note where noise made a step slower unrecorded than recorded, or its time negative.
-NOISE = "{}: noise exceeds the time of a step that nobody records, so recorded steps count"
+NOISE = "{}: noise exceeds the time of an unrecorded step, so recorded steps count"
 #: Decode steps that are recorded but not counted, before those that count.
 WARM_STEPS = 2
 #: Generations that are timed without a recorder, at most: fewer where they take long.

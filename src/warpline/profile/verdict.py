@@ -83,7 +83,7 @@ def verdict(session: Session, phase: Phase) -> str:
         f"so it runs at {100 * share:.0f} % of the limit."
     )
     if phase.step_us < phase.plain_us:
-        stands = stands.replace(" µs;", " µs as recorded, which noise made shorter than one that nobody records;", 1)
+        stands = stands.replace(" µs;", " µs as recorded, which noise made shorter than an unrecorded one;", 1)
     best = findings(session, phase)
     if share >= AT_THE_LIMIT:
         best = [one for one in best if one.kind in LESS_WORK]
@@ -172,9 +172,9 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
     if not spent.kernels:
         between = "gaps between modules; those inside them were not seen."
     counted = phase.launches  # besides one or a few graphs, only copies of inputs
-    who, captured = "The GPU waits for the host", counted.graphs and counted.kernels > 8 * counted.count
+    what, captured = "The GPU waits for the host", counted.graphs and counted.kernels > 8 * counted.count
     if captured:
-        who = "Though the step is a graph, the GPU waits for its launch and between its kernels"
+        what = "Though the step is a graph, the GPU waits for its launch and between its kernels"
     if phase.name == "prefill":
         remedy = (
             "Prepare less before the launch, or take several prompts at once."
@@ -189,7 +189,7 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
         )
     yield Finding(
         "gaps",
-        f"{who}: it computes {100 - share:.0f} % of the time, and {gaps:,.0f} µs of each step are {between}",
+        f"{what}: it computes {100 - share:.0f} % of the time, and {gaps:,.0f} µs of each step are {between}",
         remedy,
         gaps,
         phase.free_us,
@@ -201,11 +201,11 @@ def _exchanges(session: Session, phase: Phase) -> Iterator[Finding]:
     meanwhile, so a step without exchanges still takes what the memory needs."""
     count = sum(row.calls for row in _exchange_rows(phase))
     spent = sum(row.us for row in _exchange_rows(phase)) * _unrecorded(phase)
-    who = "threads of the cpu executor" if session.kind == "cpu" else "blocks of the persistent kernel"
+    what = "threads of the cpu executor" if session.kind == "cpu" else "blocks of the persistent kernel"
     if count:
         yield Finding(
             "exchanges",
-            f"{count:,.0f} times a step the {who} hand their results to each other, and wait "
+            f"{count:,.0f} times a step the {what} hand their results to each other, and wait "
             f"{spent:,.0f} µs for them ({100 * spent / phase.free_us:.0f} %).",
             "Fewer exchanges help, and more sequences to a step, which share them.",
             min(spent, phase.free_us - whole(session, phase).roof_us),

@@ -40,7 +40,7 @@ for (const head of document.querySelectorAll("table.sortable th")) {
 // A timeline: lanes for modules, host and GPU; the wheel zooms, dragging moves, a double click shows all again.
 const LANES = ["module", "host", "gpu"], LABELS = { module: "modules", host: "host", gpu: "GPU" }, HEIGHT = 34, LEFT = 62;
 const colour = (kind) => getComputedStyle(document.documentElement).getPropertyValue("--" + kind) || getComputedStyle(document.documentElement).getPropertyValue("--other");
-const searches = {};  // of a phase: what is looked for, and who draws again then
+const searches = {};  // of a phase: what is searched for, and what draws again then
 function matches(phase, text) { const wanted = (searches[phase] || {}).wanted; return !wanted || text.toLowerCase().includes(wanted); }
 function onSearch(phase, draw) { (searches[phase] ||= { wanted: "", draws: [] }).draws.push(draw); }
 
