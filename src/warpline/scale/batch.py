@@ -89,12 +89,7 @@ def generate(
     count = cluster.replica_count(replicas)
     if replicas is None and ray_address is not None:
         raise ConfigError("an address of Ray's is for replicas: say how many")
-    if is_parquet(out):
-        parquet()
-    if not out.parent.is_dir():
-        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
-    if out.exists():
-        raise ConfigError(f"{out} is there already: a job that is complete is not done again; choose another name")
+    _require_writable(out)
     source = _source(data, out, column)
     config = weights.read_config(model)
     job = {
@@ -122,6 +117,15 @@ def generate(
         out=out, errors=errors_of(out) if output.bad else None, lines=output.lines, good=output.good, bad=output.bad,
         tokens=output.tokens, resumed=resumed, seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _require_writable(out: Path) -> None:
+    if is_parquet(out):
+        parquet()
+    if not out.parent.is_dir():
+        raise ConfigError(f"cannot write {out}: there is no folder {out.parent}")
+    if out.exists():
+        raise ConfigError(f"{out} is there already: a job that is complete is not done again; choose another name")
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

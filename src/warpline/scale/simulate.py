@@ -210,66 +210,80 @@ def simulate(
     asked = list(load)
     if replicas < 1 or not asked:
         raise ConfigError("a simulation has at least one replica and one request")
-    machines = [_Replica(times) for _ in range(replicas)]
-    there = back = times.request / 2
-    answers: list[Answer] = []
-    events: list[tuple[float, int, int, int, int]] = []  # time, order, kind, number, version
-    order = itertools.count()
-    waiting = list(range(len(asked)))[::-1]
+    return _Simulation(times, asked, replicas, queue).run(concurrency or len(asked))
 
-    def push(at: float, kind: int, number: int, version: int = 0) -> None:
-        heapq.heappush(events, (at, next(order), kind, number, version))
 
-    def send(now: float) -> None:
-        number = waiting.pop()
-        push(max(now, asked[number].at), _SENT, number)
+class _Simulation:
+    """Events in the order of time: a client sends a request, it arrives at a replica, a replica ends a turn."""
 
-    def begin(number: int, now: float) -> None:
-        end = machines[number].begin(now)
+    def __init__(self, times: Times, asked: Sequence[Asked], replicas: int, queue: int):
+        self._asked, self._machines = asked, [_Replica(times) for _ in range(replicas)]
+        self._there = self._back = times.request / 2
+        self._most_open = times.slots + queue
+        self._waiting = list(range(len(asked)))[::-1]  # requests that are not sent yet
+        self._answers: list[Answer] = []
+        self._events: list[tuple[float, int, int, int, int]] = []  # time, order, kind, number, version
+        self._order = itertools.count()
+
+    def run(self, concurrency: int) -> Outcome:
+        for _ in range(min(concurrency, len(self._asked))):
+            self._send(0.0)
+        while self._events:
+            now, _, kind, number, version = heapq.heappop(self._events)
+            if kind == _SENT:
+                self._route(number, now)
+            elif kind == _ARRIVED:
+                self._arrive(self._answers[number], now)
+            elif version == self._machines[number].version and self._machines[number].turning:
+                for _ in self._machines[number].end(now)[: len(self._waiting)]:
+                    self._send(now + self._back)
+                self._begin(number, now)
+        for answer in self._answers:
+            answer.first = None if answer.first is None else answer.first + self._back
+            answer.ended = None if answer.ended is None else answer.ended + self._back
+        outcome = Outcome(sorted(self._answers, key=lambda one: one.sent), len(self._machines))
+        if outcome.duration:
+            outcome.busy = [machine.working / outcome.duration for machine in self._machines]
+        return outcome
+
+    def _push(self, at: float, kind: int, number: int, version: int = 0) -> None:
+        heapq.heappush(self._events, (at, next(self._order), kind, number, version))
+
+    def _send(self, now: float) -> None:
+        number = self._waiting.pop()
+        self._push(max(now, self._asked[number].at), _SENT, number)
+
+    def _route(self, number: int, now: float) -> None:
+        """Pass a request to the replica with the fewest open ones, or refuse it where the queue is full."""
+        answer = Answer(self._asked[number], now)
+        self._answers.append(answer)
+        fewest, count, turn = min(m.open for m in self._machines), len(self._machines), len(self._answers)
+        # Equal replicas get requests in turn.
+        chosen = min(range(count), key=lambda i: (self._machines[i].open != fewest, (i - turn) % count))
+        if self._machines[chosen].open >= self._most_open:
+            answer.refused = True
+            if self._waiting:
+                self._send(now + (self._there + self._back))
+            return
+        self._machines[chosen].open += 1
+        answer.replica = chosen
+        self._push(now + self._there, _ARRIVED, turn - 1)
+
+    def _arrive(self, answer: Answer, now: float) -> None:
+        machine = self._machines[answer.replica]
+        machine.add(answer)
+        if not machine.turning:
+            self._begin(answer.replica, now)
+        elif (end := machine.halt(now)) is not None:
+            machine.version += 1
+            self._push(max(now, end), _TURNED, answer.replica, machine.version)
+
+    def _begin(self, number: int, now: float) -> None:
+        """Begin a replica's next turn, if it has work."""
+        end = self._machines[number].begin(now)
         if end is not None:
-            machines[number].version += 1
-            push(end, _TURNED, number, machines[number].version)
-
-    for _ in range(min(concurrency or len(asked), len(asked))):
-        send(0.0)
-    turn = 0
-    while events:
-        now, _, kind, number, version = heapq.heappop(events)
-        if kind == _SENT:
-            answer = Answer(asked[number], now)
-            answers.append(answer)
-            fewest = min(machine.open for machine in machines)
-            turn += 1  # equal replicas get requests in turn
-            chosen = min(range(replicas), key=lambda i: (machines[i].open != fewest, (i - turn) % replicas))
-            machine = machines[chosen]
-            if machine.open >= times.slots + queue:
-                answer.refused = True
-                if waiting:
-                    send(now + times.request)
-                continue
-            machine.open += 1
-            answer.replica = chosen
-            push(now + there, _ARRIVED, len(answers) - 1)
-        elif kind == _ARRIVED:
-            answer = answers[number]
-            machine = machines[answer.replica]
-            machine.add(answer)
-            if not machine.turning:
-                begin(answer.replica, now)
-            elif (end := machine.halt(now)) is not None:
-                machine.version += 1
-                push(max(now, end), _TURNED, answer.replica, machine.version)
-        elif version == machines[number].version and machines[number].turning:
-            for _ in machines[number].end(now)[: len(waiting)]:
-                send(now + back)
-            begin(number, now)
-    for answer in answers:
-        answer.first = None if answer.first is None else answer.first + back
-        answer.ended = None if answer.ended is None else answer.ended + back
-    answers.sort(key=lambda one: one.sent)
-    outcome = Outcome(answers, replicas)
-    outcome.busy = [machine.working / outcome.duration for machine in machines] if outcome.duration else []
-    return outcome
+            self._machines[number].version += 1
+            self._push(end, _TURNED, number, self._machines[number].version)
 
 
 def replicas_for(times: Times, load: Sequence[Asked], *, ttft: float, tpot: float, share: float = 99.0) -> int:
