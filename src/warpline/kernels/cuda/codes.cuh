@@ -2,8 +2,7 @@
 //
 // The idea: in fp16 the integers 1024 to 1279 have the byte 0x64 above the low byte, so a code byte below 0x64 is 1024 plus that
 // byte. Two codes become a pair with one permutation and one subtraction, both exact; a conversion instruction per code would
-// take
-// longer than reading them.
+// take longer than reading them.
 #pragma once
 #include "ptx.cuh"
 

@@ -17,10 +17,8 @@ constexpr bool IS_CODE<Code> = true;
 using ScalePair = Vec<float, 2>;
 
 // Quantises a row of which each of LANES neighbouring lanes has N values; returns its scale. Requires: all lanes of the warp call
-// it.
-// Magnitudes are compared as unsigned integers: the order is the same, and NaN, which fmaxf would drop, is the largest, so that
-// the
-// scale becomes NaN and with it the row. A row too small for the inverse of its scale becomes zeros.
+// it. Magnitudes are compared as unsigned integers: the order is the same, and NaN, which fmaxf would drop, is the largest, so
+// that the scale becomes NaN and with it the row. A row too small for the inverse of its scale becomes zeros.
 template <int LANES, int N>
 __device__ __forceinline__ float encode_row(const float (&x)[N], Code (&codes)[N]) {
     unsigned largest = 0;
@@ -36,8 +34,7 @@ __device__ __forceinline__ float encode_row(const float (&x)[N], Code (&codes)[N
 }
 
 // Element i of a vector as a float; codes without their scale. A code byte becomes the low byte of a float of 2^23, from which
-// the
-// offset is subtracted, because conversion instructions run at a quarter of the rate. The xor is shared by four neighbours.
+// the offset is subtracted, because conversion instructions run at a quarter of the rate. The xor is shared by four neighbours.
 template <typename T, int N>
 __device__ __forceinline__ float number(const Vec<T, N>& v, int i) {
     return to_float(v.at[i]);

@@ -254,8 +254,7 @@ __device__ __forceinline__ bool barrier_passed(unsigned long long* barrier, unsi
 }
 
 // Arrives at the mbarrier and starts a copy of `bytes` from global to shared memory, which the mbarrier counts. L2 evicts the
-// bytes
-// first: they are read once.
+// bytes first: they are read once.
 __device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes, unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900
     unsigned long long policy;

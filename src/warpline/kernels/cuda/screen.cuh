@@ -67,8 +67,7 @@ __device__ __forceinline__ Interval logit_between(const ScreenedRow& row, const 
 }
 
 // Multiplies a tile of codes (16 bytes per lane) with eight columns of bytes, of which a lane has eight inputs of column lane /
-// 4.
-// The sums are those of outputs g and g + 8, columns 2t and 2t + 1.
+// 4. The sums are those of outputs g and g + 8, columns 2t and 2t + 1.
 __device__ __forceinline__ void multiply_add_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

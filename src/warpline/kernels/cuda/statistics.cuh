@@ -1,8 +1,7 @@
 // Mean and variance of rows: stored by the op that writes the rows, for the op that standardises them.
 //
 // The idea: for every SLICE of columns two floats, the mean and the sum of squared distances from it; slices of all rows are
-// stored
-// side by side. Those of the whole row follow without cancellation, whatever its mean.
+// stored side by side. Those of the whole row follow without cancellation, whatever its mean.
 #pragma once
 #include "common.cuh"
 

@@ -5,8 +5,7 @@
 namespace warpline {
 
 // The driver's CUtensorMap: the matrix, and the tile's rows and columns. Chunks of a tile are swizzled as in warpgroup.cuh;
-// elements
-// beyond the matrix are 0.
+// elements beyond the matrix are 0.
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };

@@ -1,6 +1,5 @@
 // Products of a warp group (wgmma, sm_90): four neighbouring warps multiply together and read operands from shared memory, so
-// that
-// no instruction loads them into registers.
+// that no instruction loads them into registers.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -14,8 +13,7 @@ constexpr bool HAS_WARPGROUPS = false;
 #endif
 
 // A tile has rows of 64 16-bit elements and is aligned to eight rows. Chunk c of row r is stored at c ^ r % 8 (a swizzle), so
-// that
-// neither eight neighbouring rows nor the chunks of one row have bank conflicts.
+// that neither eight neighbouring rows nor the chunks of one row have bank conflicts.
 constexpr int GROUP_ROW = 64, GROUP_TILE_BYTES = 8 * 128;
 
 __device__ __forceinline__ int group_place(int row, int chunk) { return row * GROUP_ROW + (chunk ^ row % 8) * 8; }

@@ -1,9 +1,8 @@
 // The end of a step: appends each lane's new token to its slot, and marks the sequence as done where it ends.
 //
 // One thread per lane. `token` is the chosen one, `logit` its score, NaN or infinite if the model's logits are. While a sequence
-// is
-// shorter than `known`, the token already stored there is kept. Sequences that are done do not change. If `biased`, appending a
-// token lowers its bias by `frequency`, the first time by `presence` as well.
+// is shorter than `known`, the token already stored there is kept. Sequences that are done do not change. If `biased`, appending
+// a token lowers its bias by `frequency`, the first time by `presence` as well.
 // Contract: `lanes` and the slot's record are read before the preceding launches end, so none of them may write these.
 #pragma once
 #include "common.cuh"

@@ -2,18 +2,16 @@
 //
 // The idea: the kernel reads the cache and does little else, so bytes in flight decide. A few lanes share a key, 16 bytes each; a
 // warp has several keys at once, and UNROLL such groups of keys and values in flight. Each group of lanes keeps an online
-// softmax;
-// they are merged once, at the end, in a fixed order. Where sequences times heads are too few blocks, a cache is cut into parts,
-// and the block that finishes a head last merges them: SPLITS parts, or parts of PART positions, longer ones where SPLITS are too
-// few. With PART the cuts, and so the bits, do not depend on the rest of the launch.
+// softmax; they are merged once, at the end, in a fixed order. Where sequences times heads are too few blocks, a cache is cut
+// into parts, and the block that finishes a head last merges them: SPLITS parts, or parts of PART positions, longer ones where
+// SPLITS are too few. With PART the cuts, and so the bits, do not depend on the rest of the launch.
 // Positions 0 ... length-1 of a slot are read; with window > 0 only the last `window` of them. Lane i has slot lanes[i], or slot
 // i if `lanes` is null. `new_k` and `new_v`, if given, are the key and value of the last position; they are stored in the cache.
 // Contract: `lanes`, `length` and the cache are read before the preceding launches end, so none of them may write these. In the
 // engine they were written before the graph of the step began, and graphs do not overlap.
 // A cache of codes (kv_codes.cuh) has `scales`: a key's scales its score, a value's its weight, so codes are multiplied directly;
 // in fp16 with heads of 64 on tensor cores (code_attention.cuh). The new key and value are quantised first, so that this step
-// sees
-// the same values as later steps.
+// sees the same values as later steps.
 // Memory traffic: keys and values once.
 #pragma once
 #include "code_attention.cuh"
@@ -96,8 +94,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const int cached = brings ? end - 1 : to;
     Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
     // On tensor cores a lane takes an eighth of two values. They belong to another pair of the warp's eight keys, not to the
-    // lane's
-    // own key; its_first is the position of the first, relative to that key.
+    // lane's own key; its_first is the position of the first, relative to that key.
     constexpr int OWN = TENSOR ? 2 : 1;
     const int eighth = group % (WARP / LANES), its_first = TENSOR ? 2 * lane - eighth : 0;
     ScalePair scaled[UNROLL][OWN];
@@ -133,8 +130,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     };
     load(from + group);
     // Prefetches into L2 what registers have no room for; only a part of a long context, which L2 would not keep. Not for blocks
-    // of
-    // few warps: there are so many of them that prefetches would delay the first loads of others.
+    // of few warps: there are so many of them that prefetches would delay the first loads of others.
     constexpr int HELD = AT_ONCE * UNROLL, PREFETCHED = WARPS < 4 ? 0 : 128, LINE = 128 / static_cast<int>(sizeof(S));
     for (int i = threadIdx.x; i < PREFETCHED && from + HELD + i < cached; i += WARPS * WARP) {
         const int position = from + HELD + i;

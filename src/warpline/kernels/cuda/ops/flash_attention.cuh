@@ -3,8 +3,7 @@
 // The idea: a block owns QUERIES neighbouring queries of one head and walks over their visible keys, KEYS at a time, with an
 // online softmax in registers. In half precision it uses tensor cores: the scores leave the first product in the registers in
 // which the second one takes its left operand. The next keys and values are in flight meanwhile. Where there are few blocks,
-// TEAMS
-// of warps take steps in turn, each with its own softmax and ring; their results are merged in order at the end.
+// TEAMS of warps take steps in turn, each with its own softmax and ring; their results are merged in order at the end.
 // Two ops differ in where queries and keys are (AttentionSpan):
 //   flash_attention   a rectangle: the queries are the last positions, query i at position i + keys - queries. Sequence b has
 //                     length[b] positions; queries beyond them get zeros

@@ -18,8 +18,7 @@ __device__ __forceinline__ void pack_rows(unsigned (&f)[4], const float (&weight
 }
 
 // ldmatrix and mma. A warp with 16 queries keeps their fragments; with more they do not fit beside the output and are loaded
-// again
-// for every tile of keys.
+// again for every tile of keys.
 template <typename T, int DEPTH, int MS, int KEYS>
 struct WarpTiles {
     static constexpr int D = ceil_div(DEPTH, 16) * 16, ROW = PITCH<T, D>, NS = KEYS / 8;

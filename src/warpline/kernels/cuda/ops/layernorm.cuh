@@ -1,8 +1,7 @@
 // LayerNorm of rows: y = (x - mean) / sqrt(variance + epsilon) * weight + bias.
 //
 // The idea: the warps that own a row hold it in registers, so it is read once and written once. Mean and variance are computed
-// one
-// after the other, which is numerically safe, without extra traffic.
+// one after the other, which is numerically safe, without extra traffic.
 // Memory traffic: rows x COLUMNS elements in, as many out; weight and bias stay in the caches.
 #pragma once
 #include "row.cuh"

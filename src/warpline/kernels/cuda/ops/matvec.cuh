@@ -3,11 +3,10 @@
 // The idea: with ROWS of 1 to 8 the product is a read of the weights. A warp multiplies a few weight rows with all rows of x at
 // once, 16 bytes of weights per lane and load. The first loads are in flight before the preceding launch has written x, so they
 // hide the launch and the LayerNorm, which every block computes itself. SHARERS warps share an output where there are few outputs
-// and many inputs. Sums are added in a fixed order.
-// One row uses ordinary arithmetic; two or more rows in half precision use tensor cores. The order of the inputs does not matter
-// to
-// a product, so the 16 bytes of a lane are fragments as they are. Weights may have another type W than the arithmetic (T): int8
-// codes with a scale per output. A load then has twice as many, and each must be converted, so one row uses tensor cores too.
+// and many inputs. Sums are added in a fixed order. One row uses ordinary arithmetic; two or more rows in half precision use
+// tensor cores. The order of the inputs does not matter to a product, so the 16 bytes of a lane are fragments as they are.
+// Weights may have another type W than the arithmetic (T): int8 codes with a scale per output. A load then has twice as many, and
+// each must be converted, so one row uses tensor cores too.
 // Memory traffic: the weights once; x, bias, scales and LayerNorm's parameters come from the caches.
 // Tried and lost: eight rows in ordinary arithmetic, 68 % of a copy's bandwidth: converting and multiplying took longer than
 // reading.
@@ -26,8 +25,7 @@ __device__ constexpr int power_of_two_from(int n) {
 }
 
 // Sums of VALUES per lane over a warp: lane i ends with the sum of value i / (32 / VALUES). VALUES is a power of 2. Each step of
-// the
-// butterfly hands over half of the values, which takes about VALUES shuffles in all instead of five per value.
+// the butterfly hands over half of the values, which takes about VALUES shuffles in all instead of five per value.
 template <int VALUES>
 __device__ __forceinline__ float scatter_sums(float (&value)[VALUES]) {
     const int lane = threadIdx.x % WARP;
@@ -51,8 +49,8 @@ __device__ __forceinline__ float scatter_sums(float (&value)[VALUES]) {
 }
 
 // The work of one warp on OUTPUTS_EACH outputs in ordinary arithmetic: a part of the inputs, in steps of one vector per lane.
-// `load`
-// loads the weights of the first steps, `finish` does the rest and returns the sums, `results` says to which output they belong.
+// `load` loads the weights of the first steps, `finish` does the rest and returns the sums, `results` says to which output they
+// belong.
 template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
 struct WarpDots {
     static constexpr int WIDTH = vector_width<W>(INPUTS), VECTORS = INPUTS / WIDTH;
@@ -129,10 +127,8 @@ struct WarpDots {
 };
 
 // Sixteen outputs on tensor cores, or eight where sixteen leave too few warps. Sixteen are the left operand (16 x 16), with the
-// rows
-// of x as the right one (16 x 8); eight are the right operand, with the rows of x as half of the left one. Lane 4g + t has chunk
-// t
-// of every four: of weight rows g and g + 8, and of row g of x.
+// rows of x as the right one (16 x 8); eight are the right operand, with the rows of x as half of the left one. Lane 4g + t has
+// chunk t of every four: of weight rows g and g + 8, and of row g of x.
 template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int TILE, int UNROLL>
 struct WarpTiles {
     using Pairs = Vec<unsigned, 4>;  // 16 bytes

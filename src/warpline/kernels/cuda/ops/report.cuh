@@ -1,10 +1,8 @@
 // Reports to the host what is new in each lane since the last report: one block per lane; a lane of -1 is skipped.
 //
 // A row of `news` is the number of new tokens, flags (1: done, 2: not_finite, 4: a launch found a fault), then the tokens; the
-// rest
-// of the row is not written. `news` may lie in the host's pinned memory, so that no copy is needed. Tokens that do not fit are
-// left
-// for the next report.
+// rest of the row is not written. `news` may lie in the host's pinned memory, so that no copy is needed. Tokens that do not fit
+// are left for the next report.
 // Memory traffic: the new tokens in, and out again.
 #pragma once
 #include "common.cuh"

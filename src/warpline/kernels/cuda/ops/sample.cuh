@@ -5,9 +5,8 @@
 // score that they keep: scores are counted (or weighed) into bins of equal width, then the bin with the cutoff is refined.
 // Weights are integers of 2^-31 of the total: their sum does not depend on thread order and rounds no worse than in float32.
 // Row r of the logits belongs to slot lanes[r], whose record has all parameters. The key is the slot's `noise` at the length of
-// its
-// sequence. `eos` cannot be drawn before `min_length` where it would stop the sequence. If `biased`, the slot's row of `bias` is
-// added. `logit` is the row's largest, or infinity if one of them is NaN or infinite.
+// its sequence. `eos` cannot be drawn before `min_length` where it would stop the sequence. If `biased`, the slot's row of `bias`
+// is added. `logit` is the row's largest, or infinity if one of them is NaN or infinite.
 // Contract: `lanes` and the slot's record are read before the preceding launches end, so none of them may write these.
 // Memory traffic: the logits once, or up to eight times with filters, from L2 after the first; one block per row.
 #pragma once
@@ -56,8 +55,7 @@ struct SampleScratch {
     float reduced[WARPS];
     int index[WARPS];
     // Per row, kept here to save registers: the repetition penalty and its inverse, the biases, and the number of logits that
-    // they are
-    // added to: 0, or all without padding.
+    // they are added to: 0, or all without padding.
     float penalty, inverse_penalty;
     const float* bias;
     int adjusted;
@@ -104,8 +102,7 @@ __device__ __forceinline__ int crossing_bin(SampleScratch<VOCAB, BLOCK>& s, unsi
 }
 
 // The least key to keep: a score is kept if the total above it is less than `target`. each(f) calls f(score, weight) for the
-// scores
-// to consider; `largest` is the largest score.
+// scores to consider; `largest` is the largest score.
 template <int VOCAB, int BLOCK, typename Each>
 __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, float largest, unsigned target, Each each) {
     const auto clear = [&] {
@@ -250,8 +247,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         });
     } else {
         // Without adjustments scores have the order of logits: only the largest logit is searched for, then the thread that has
-        // it finds
-        // its token. All loads are in flight at once if registers allow.
+        // it finds its token. All loads are in flight at once if registers allow.
         constexpr int STEPS = ceil_div(VOCAB, STEP), AT_ONCE = STEPS < 7 ? STEPS : 7;
         for (int first = threadIdx.x * WIDTH; first < VOCAB; first += AT_ONCE * STEP) {
             Pack pack[AT_ONCE];

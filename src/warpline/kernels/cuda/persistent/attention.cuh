@@ -275,10 +275,9 @@ class PartAttention {
     }
 
     // Lane 4g + t has the scores of positions 2t and 2t + 1, the same for all g. Of every 16 output columns it has g and g + 8,
-    // the
-    // same for all t: there the values are operand a, and the weights fill every column of b. For the scores the query is operand
-    // a:
-    // pairs 0 and 1 of a lane's 16 bytes in the upper eight rows, 2 and 3 in the lower ones; each lane uses the meaningful sums.
+    // the same for all t: there the values are operand a, and the weights fill every column of b. For the scores the query is
+    // operand a: pairs 0 and 1 of a lane's 16 bytes in the upper eight rows, 2 and 3 in the lower ones; each lane uses the
+    // meaningful sums.
     static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[QUADS], const Loaded& loaded, int first, int to, float factor,
                                                            OnlineSoftmax& softmax, float (&out)[COLUMNS][4]) {
         const int lane = thread_index() % WARP;

@@ -33,8 +33,7 @@ class Parts : protected Stages<M> {
 
     // Distributes the parts of all contexts over the blocks; `longest` is the length of the longest context. One thread calls it.
     // INVARIANT: the borders of parts and the order of merging follow from the row alone, so its bits do not depend on other
-    // rows.
-    // Otherwise there are at most as many parts as blocks, and parts become longer where that is too few.
+    // rows. Otherwise there are at most as many parts as blocks, and parts become longer where that is too few.
     __device__ __forceinline__ void deal_parts(int longest) {
         const int pieces = ceil_div(longest, M::PART);
         shared.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));

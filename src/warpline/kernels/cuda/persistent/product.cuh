@@ -23,8 +23,8 @@ __device__ __forceinline__ unsigned long long most_of_fours(unsigned long long v
 // On tensor cores the tile is operand a (16 rows) and the rows are operand b (8 columns). A tile has eight outputs, so a lane's
 // 16 bytes fill two rows of a: pairs 0 and 1 in its own row, 2 and 3 eight rows below. The tape stores the pairs in the order
 // 0, 2, 1, 3 for that. b has two columns for each of four rows: the factors of pairs 0 and 1, and those of pairs 2 and 3. A lane
-// uses the two sums that are meaningful; no data moves between registers.
-// CODED: weights are int8 codes, and sums are in units of each output's scale.
+// uses the two sums that are meaningful; no data moves between registers. CODED: weights are int8 codes, and sums are in units of
+// each output's scale.
 template <typename T, int ROWS, bool CODED = false>
 struct TileSums {
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4), SUMS = 4 * RESULTS;
@@ -44,8 +44,7 @@ struct TileSums {
     static __device__ __forceinline__ Bits from_row(const Bits& inputs) { return {inputs.at[0], inputs.at[2], inputs.at[1], inputs.at[3]}; }
 
     // Address of a lane's part of the rows x in shared memory. Lanes without a row of their own read another lane's row, and
-    // their
-    // results are not used.
+    // their results are not used.
     template <int INPUTS_OF_LANE = WIDTH>
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
         const int lane = thread % WARP, column = lane / 4, row = column / 2;
@@ -196,10 +195,9 @@ class Product {
     using Sums = TileSums<T, ROWS, CODED>;
     static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS, CODED>, STEPS = SLAB / Sums::INPUTS;  // steps of a unit of TILE_OUTPUTS
     // A stage is computed in rounds of several units, or of one of an even number of parts of a unit. Few rows leave registers
-    // free,
-    // so there are two sets of them: the next round is loaded while one is multiplied, or the whole stage is loaded before its
-    // rows
-    // arrive. Where a stage needs more than two sets, both take at most half of the ring, so that the rest stays in flight.
+    // free, so there are two sets of them: the next round is loaded while one is multiplied, or the whole stage is loaded before
+    // its rows arrive. Where a stage needs more than two sets, both take at most half of the ring, so that the rest stays in
+    // flight.
     static constexpr int ALL = STEPS * MOST_UNITS, SETS = ALL > MOST_TAKEN && ROWS * sizeof(T) <= 4 ? 2 : 1;
     static constexpr int MOST = SETS == 2 && ALL > 2 * MOST_TAKEN && HAS_ASYNC_COPIES && RING / 4 < MOST_TAKEN ? RING / 4 : MOST_TAKEN;
     static constexpr int PARTS = STEPS > MOST ? 2 * ceil_div(STEPS, 2 * MOST) : 1, PART = ceil_div(STEPS, PARTS);

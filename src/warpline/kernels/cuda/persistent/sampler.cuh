@@ -192,8 +192,7 @@ class Sampler : protected Head<M> {
     }
 
     // Top-k keeps the scores that fewer than k scores exceed. Finds the largest distance that stays, digit by digit, until a
-    // digit
-    // leaves exactly k.
+    // digit leaves exactly k.
     __device__ __forceinline__ void count_nearest() {
         constexpr int PER_BLOCK = ROWS * DIGITS / 2;
         static_assert(THREADS % PER_BLOCK == 0 && (PER_BLOCK % WARP == 0 || WARP % PER_BLOCK == 0));
@@ -248,8 +247,7 @@ class Sampler : protected Head<M> {
     }
 
     // Most draws per row; the last one stays. A draw and its check are one turn each, after one turn for the largest score and
-    // one
-    // per digit of top-k. The limit does not depend on which filters other rows use.
+    // one per digit of top-k. The limit does not depend on which filters other rows use.
     static constexpr int MOST_DRAWS = (M::SAMPLER_TURNS - 2 - ceil_div(32, FEWEST_BITS)) / 2;
 
     // Chooses the token of every row from the logits in shared.scores; the result is in shared.best.

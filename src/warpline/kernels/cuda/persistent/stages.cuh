@@ -67,10 +67,9 @@ class Stages : protected Layout<M> {
     // --- LayerNorm ---
     // In a layer LayerNorm is applied after the product: W (gamma (x - mean) / deviation + beta) + bias equals
     // (W gamma x - mean slope) / deviation + level, with slope = W gamma and level = W beta + bias per output. So a warp
-    // multiplies
-    // its columns of x as soon as they arrive, and the warps' parts of mean and deviation are added together with the sums of the
-    // product. The input of the product is gamma x times a power of two near the last 1 / deviation, so that it has the size of a
-    // normalised row; a power of two changes no bit of the result.
+    // multiplies its columns of x as soon as they arrive, and the warps' parts of mean and deviation are added together with the
+    // sums of the product. The input of the product is gamma x times a power of two near the last 1 / deviation, so that it has
+    // the size of a normalised row; a power of two changes no bit of the result.
 
     // With few rows the sums stay in registers until the products are done; with more rows there are not enough registers.
     static constexpr bool LATE = ROWS <= 2;

@@ -92,10 +92,9 @@ class Tape {
 
     // The loop of the producer thread: copies all steps `times` times, and ends early when the block has finished.
     // A step of 5 kB may take 300 cycles, or memory idles (at 320, gpt2-xl took 960 us per token instead of 891). So the barriers
-    // of
-    // the next slot are tested while this one is filled, and the asm hides the address of `all`, which the compiler would
-    // recompute
-    // each time. Copies in flight to a multiprocessor delay the exchange words, so at most IN_FLIGHT bytes are outstanding.
+    // of the next slot are tested while this one is filled, and the asm hides the address of `all`, which the compiler would
+    // recompute each time. Copies in flight to a multiprocessor delay the exchange words, so at most IN_FLIGHT bytes are
+    // outstanding.
     static __device__ __forceinline__ void feed(const Bits* tape, const TapeRange& range, int times, Ring& all, WatchdogTimer& timer) {
         constexpr int MOST = IN_FLIGHT / static_cast<int>(STEP * sizeof(Bits)), WINDOW = MOST < RING ? MOST : RING;  // steps
         static_assert(WINDOW > 0);
