@@ -1,10 +1,12 @@
 // Attention of one fp16 query to keys and values that are codes, for heads of 64, by one warp on tensor cores.
 //
 // The idea: a product uses one of its sixteen rows, but it saves more instructions than it wastes, because codes are expanded two
-// at a time and never multiplied one by one. Lane 4g + t has, of eight neighbouring keys, 16 codes of key g from column 16t on,
-// and 8 codes each of values 2t and 2t + 1 from column 8g on. Products may add columns in any order, so these bytes are operands
-// as loaded, and a key's score leaves the first product in the lane where the second one takes its weight. Weights are fp16. A
-// value's scale multiplies its weight, in units of the largest scale so far, so that weights stay within the range of fp16.
+// at a time and never multiplied one by one.
+// Layout: of eight neighbouring keys, lane 4g + t has 16 codes of key g from column 16t on, and 8 codes each of values 2t and
+// 2t + 1 from column 8g on. Products may add columns in any order, so these bytes are operands as loaded, and a key's score leaves
+// the first product in the lane where the second one takes its weight.
+// Range: weights are fp16. A value's scale multiplies its weight, in units of the largest scale so far, so that weights stay
+// within the range of fp16.
 #pragma once
 #include "codes.cuh"
 #include "kv_codes.cuh"

@@ -2,16 +2,17 @@
 //
 // The idea: the kernel reads the cache and does little else, so bytes in flight decide. A few lanes share a key, 16 bytes each; a
 // warp has several keys at once, and UNROLL such groups of keys and values in flight. Each group of lanes keeps an online
-// softmax; they are merged once, at the end, in a fixed order. Where sequences times heads are too few blocks, a cache is cut
-// into parts, and the block that finishes a head last merges them: SPLITS parts, or parts of PART positions, longer ones where
-// SPLITS are too few. With PART the cuts, and so the bits, do not depend on the rest of the launch.
-// Positions 0 ... length-1 of a slot are read; with window > 0 only the last `window` of them. Lane i has slot lanes[i], or slot
-// i if `lanes` is null. `new_k` and `new_v`, if given, are the key and value of the last position; they are stored in the cache.
+// softmax; they are merged once, at the end, in a fixed order.
+// Parts: where sequences times heads are too few blocks, a cache is cut into SPLITS parts, or into parts of PART positions, longer
+// ones where SPLITS are too few. The block that finishes a head last merges them. With PART the cuts, and so the bits, do not
+// depend on the rest of the launch.
+// Arguments: positions 0 ... length-1 of a slot are read, with window > 0 the last `window` of them. Lane i has slot lanes[i], or
+// slot i if `lanes` is null. `new_k` and `new_v`, if given, are key and value of the last position; they are stored in the cache.
+// Codes: a cache of codes (kv_codes.cuh) has `scales`. A key's scales its score, a value's its weight, so codes are multiplied
+// directly; in fp16 with heads of 64 on tensor cores (code_attention.cuh). The new key and value are quantised first, so that
+// this step sees the same values as later steps.
 // Contract: `lanes`, `length` and the cache are read before the preceding launches end, so none of them may write these. In the
 // engine they were written before the graph of the step began, and graphs do not overlap.
-// A cache of codes (kv_codes.cuh) has `scales`: a key's scales its score, a value's its weight, so codes are multiplied directly;
-// in fp16 with heads of 64 on tensor cores (code_attention.cuh). The new key and value are quantised first, so that this step
-// sees the same values as later steps.
 // Memory traffic: keys and values once.
 #pragma once
 #include "code_attention.cuh"

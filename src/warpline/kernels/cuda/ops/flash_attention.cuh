@@ -11,8 +11,8 @@
 //                     cache. A cache of codes has them already, and k and v hold their rounded values. A table has one entry per
 //                     QUERIES new tokens; the host puts the longest work first
 // With window > 0 a query sees that many positions, its own included; keys that no query of the block sees are not read.
-// Contract: `length` and the table are read before the preceding launches end, so none of them may write these. In the engine
-// they were written before the pass began, as were the older tokens of the cache.
+// Contract: `length` and the table are read before the preceding launches end, so none of them may write these. In the engine a
+// copy at the start of the pass writes the table, and no kernel of the pass begins before it has ended.
 // Memory traffic: q and y once; k and v once per block, mostly from L2.
 #pragma once
 #include "online.cuh"

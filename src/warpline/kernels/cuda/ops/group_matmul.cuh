@@ -3,12 +3,14 @@
 //
 // The idea: a block owns M rows and N outputs. One producer warp copies tiles, those of x by a tensor map, into a ring of STAGES;
 // warp groups multiply 64 rows each (wgmma), or half of the outputs each if M is 64, and release a stage when they have read it.
-// Weights are in tiles, and their copies start before the preceding launch ends. LayerNorm costs no launch: its weight and bias
-// are folded into the product's, and the sums are corrected by mean and deviation of the rows, which the op that wrote x left.
-// Where there are many inputs or few outputs, the SPLITS blocks of a cluster share the inputs: each warp sends its sums, in
-// register layout, to the block that finishes its rows. Inputs are summed in SEGMENTS, which are added in order, by a cluster or
-// by one block; a row's bits depend only on CHAINS and SEGMENTS, not on the tiles. CHAINS are independent sums of alternate parts
-// of the inputs; two help where products are short.
+// Weights are in tiles, and their copies start before the preceding launch ends.
+// LayerNorm costs no launch: its weight and bias are folded into the product's, and the sums are corrected by mean and deviation
+// of the rows, which the op that wrote x left.
+// Many inputs or few outputs: the SPLITS blocks of a cluster share the inputs (split-K). Each warp sends its sums, in register
+// layout, to the block that finishes its rows.
+// Order of sums: inputs are summed in SEGMENTS, which are added in order, by a cluster or by one block, so a row's bits depend
+// only on CHAINS and SEGMENTS, not on the tiles. CHAINS are independent sums of alternate parts of the inputs; two help where
+// products are short.
 // Memory traffic: x once for every N outputs and weight once for every M rows, from L2; y once, in whole vectors.
 // Tried and lost: a ring that all threads fill (cp.async), 17 µs for GPT-2's FC of 1,024 rows; sums finished in shared memory in
 // float, 14 µs, of which 5 after the last product; blocks that begin with different tiles, 676 instead of 634 µs for a prompt of

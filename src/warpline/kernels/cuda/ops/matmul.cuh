@@ -2,10 +2,11 @@
 //
 // The idea: a block owns a tile of y. Tiles of x and weight stream through a ring of STAGES in shared memory while the warps
 // multiply: half precision on tensor cores (ldmatrix and mma), float without, both accumulating in float. Fragments are loaded
-// one slice ahead of the products, across the barrier too. With few rows, tiles are small, and WARPS_K warps share one, each with
-// some slices of the inputs; with many inputs as well, the SPLITS blocks of a cluster share it (split-K). Sums are added in a
-// fixed order. The epilogue applies bias and GELU in registers; the tile then goes through shared memory, so that stores are
-// whole vectors, and the residual is added there. The first weights are in flight before the preceding launch has written x.
+// one slice ahead of the products, across the barrier too. The first weights are in flight before the preceding launch ends.
+// Few rows: tiles are small, and WARPS_K warps share one, each with some slices of the inputs; with many inputs as well, the
+// SPLITS blocks of a cluster share it (split-K). Sums are added in a fixed order.
+// Epilogue: bias and GELU in registers; the tile then goes through shared memory, so that stores are whole vectors, and the
+// residual is added there.
 // Memory traffic: x once per column of tiles and weight once per row of tiles, mostly from L2; y once.
 #pragma once
 #include "ops/gelu.cuh"

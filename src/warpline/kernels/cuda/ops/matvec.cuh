@@ -3,10 +3,10 @@
 // The idea: with ROWS of 1 to 8 the product is a read of the weights. A warp multiplies a few weight rows with all rows of x at
 // once, 16 bytes of weights per lane and load. The first loads are in flight before the preceding launch has written x, so they
 // hide the launch and the LayerNorm, which every block computes itself. SHARERS warps share an output where there are few outputs
-// and many inputs. Sums are added in a fixed order. One row uses ordinary arithmetic; two or more rows in half precision use
-// tensor cores. The order of the inputs does not matter to a product, so the 16 bytes of a lane are fragments as they are.
-// Weights may have another type W than the arithmetic (T): int8 codes with a scale per output. A load then has twice as many, and
-// each must be converted, so one row uses tensor cores too.
+// and many inputs. Sums are added in a fixed order.
+// Tensor cores: used from two rows on in half precision. The order of the inputs does not matter to a product, so the 16 bytes of
+// a lane are fragments as they are. Weights may have another type W than the arithmetic (T): int8 codes with a scale per output.
+// A load then has twice as many, and each must be converted, so one row uses tensor cores too.
 // Memory traffic: the weights once; x, bias, scales and LayerNorm's parameters come from the caches.
 // Tried and lost: eight rows in ordinary arithmetic, 68 % of a copy's bandwidth: converting and multiplying took longer than
 // reading.

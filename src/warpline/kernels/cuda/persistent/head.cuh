@@ -2,9 +2,9 @@
 //
 // The idea: for all logits the matrix comes by the tape. For the largest, int8 codes come by the tape, in units of CODE_OUTPUTS
 // outputs per warp; outputs that their bounds do not exclude within the block are computed from the matrix, a few rows for most
-// tokens. Both ways add the tiles in the same order, so a logit has the same bits. Warps take whole units in turn. Where few
-// units are left for the last turn, several warps share one: any number with codes, whose sums are integers; two with the matrix,
-// of which the second continues the sums of the first.
+// tokens. Both ways add the tiles in the same order, so a logit has the same bits.
+// Units: warps take whole ones in turn. Where few are left for the last turn, several warps share one: any number with codes,
+// whose sums are integers; two with the matrix, of which the second continues the sums of the first.
 // Memory traffic: the codes once (half of the matrix in half precision), and a row or a few of the matrix per block.
 // Tried and lost: no exchange of bounds between warps (some warps then compute four rows in turn); holding back the tape while
 // rows are fetched (they arrive 0.3 us sooner, the next layer 2 us later).
