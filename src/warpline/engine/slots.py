@@ -136,8 +136,8 @@ class Slots(Record):
         return slots
 
     def report(self, lanes: Sequence[int], most: int, *, last: bool = True) -> Report:
-        """Return a report of at most `most` new tokens of each slot. Requires: unless it is the `last` of a turn, more
-        work follows behind it."""
+        """Return a report of at most `most` new tokens of each slot. Requires: behind the `last` one of a turn nothing
+        that takes long is enqueued."""
         kept = {}
         if self.logprob is not None:  # later steps overwrite them
             buffers = [b for b in (self.logprob, self.top_logprob, self.top_token) if b is not None]
