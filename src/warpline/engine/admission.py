@@ -1,4 +1,4 @@
-"""What new sequences bring, as the op `admit` reads it: a row for each, in memory that the device sees."""
+"""The fields of new sequences as the op `admit` reads them: one row per sequence, in memory that the device reads."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 from warpline.config import MOST_BIASES, SamplingParams
 from warpline.engine.request import Request
 
-#: Of top-k where there is none; no vocabulary is as large.
+#: Value of top-k without a limit; no vocabulary is as large.
 ALL_TOKENS = 2**31 - 1
 
 
 class Admission:
-    """What new sequences bring, a row for each. It is filled anew each time."""
+    """The fields of new sequences, one row each. The same memory is filled again for every admission."""
 
     def __init__(self, rows: int, capacity: int, *, pinned: bool):
         def room(kind: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=kind, pin_memory=pinned)
 
-        #: In the order in which the op `admit` takes them.
+        #: In the order of the arguments of the op `admit`.
         self.tensors = (
-            room(torch.int64, rows).fill_(-1),  # lanes, -1 where there is no sequence
-            # integers: length, known, limit, min_length, top_k, begin of its tokens, begin and number of its biases
+            room(torch.int64, rows).fill_(-1),  # lanes, -1 without a sequence
+            # integers: length, known, limit, min_length, top_k, start of its tokens, start and number of its biases
             room(torch.int64, rows, 8),
             room(torch.float32, rows, 6),  # floats: temperature, top_p, min_p, penalty, presence, frequency
             room(torch.bool, rows, 2),  # flags: stops_at_eos, biased
-            room(torch.int64, rows),  # stream: key of its randomness
-            room(torch.int32, rows * capacity),  # given: prompts and forced tokens, one behind the other
+            room(torch.int64, rows),  # stream: key of its random numbers
+            room(torch.int32, rows * capacity),  # given: prompts and forced tokens, concatenated
             room(torch.int32, rows * MOST_BIASES),  # biased_tokens, and
-            room(torch.float32, rows * MOST_BIASES),  # biases: what is added to their logits
+            room(torch.float32, rows * MOST_BIASES),  # biases: added to the logits of these tokens
         )
         arrays = [tensor.numpy() for tensor in self.tensors]
         self.lanes, self.integers, self.floats, self.flags, self.stream, self.given, *biases = arrays
@@ -42,10 +42,10 @@ class Admission:
         self.count = 0
 
     def fill(self, requests: Sequence[Request], vocab: int) -> None:
-        """Everything but the lanes."""
+        """Write the rows of `requests`; the lanes are written when the slots are known."""
         given, n = [_given(request) for request in requests], len(requests)
         begins = [*itertools.accumulate(map(len, given), initial=0)]
-        params = {id(request.params): request.params for request in requests}  # often one for all
+        params = {id(request.params): request.params for request in requests}  # often one object for all
         settings = {key: _settings(its, vocab) for key, its in params.items()}
         found = (
             [settings[id(request.params)] for request in requests] if len(settings) > 1 else [*settings.values()] * n
@@ -76,11 +76,11 @@ class Admission:
                 self.biased_tokens[part], self.biases[part] = zip(*its.biases, strict=True)
 
     def tokens(self) -> list[np.ndarray]:
-        """Of each sequence."""
+        """Return the given tokens (prompt and forced tokens) of each sequence."""
         return [self.given[begin : begin + known] for known, begin in self.integers[: self.count, [1, 5]].tolist()]
 
     def adjusted(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Of each sequence that adjusts tokens: which it is, their ids, and what is added to their logits."""
+        """Return, for each sequence that adjusts tokens: its row, token ids, and the values to add to their logits."""
         found = []
         for row in np.flatnonzero(self.flags[: self.count, 1]).tolist():
             begin, count = self.integers[row, 6:8].tolist()
@@ -96,7 +96,7 @@ def _given(request: Request) -> np.ndarray:
 
 
 class _Settings(NamedTuple):
-    """Sampling parameters as records have them."""
+    """Sampling parameters in the form of slot records."""
 
     min_tokens: int
     top_k: int

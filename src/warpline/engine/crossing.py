@@ -1,7 +1,7 @@
-"""Between host and device: requests into slots, tokens out of them, each at once for any number of sequences.
+"""Transfers between host and device: requests into slots, tokens out of them, for any number of sequences at once.
 
-On a GPU kernels of ours read and write pinned memory of the host, so that each way is one launch; torch does it where
-nothing can be compiled; on a CPU numpy does.
+On a GPU our kernels read and write pinned memory of the host, so that each direction is one launch. Where nothing can
+be compiled torch does it, and on a CPU numpy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DONE, NOT_FINITE, FAULT = 1, 2, 4
 
 
 class Logprobs(NamedTuple):
-    """What a slot has found of log-probabilities, position by position."""
+    """Log-probabilities of a slot, by position."""
 
     logprob: np.ndarray  # [capacity]
     top_logprob: np.ndarray  # [capacity, K]
@@ -38,22 +38,22 @@ class Logprobs(NamedTuple):
 class News(NamedTuple):
     """What lanes have got since the last report."""
 
-    counts: np.ndarray  # [n]: tokens
+    counts: np.ndarray  # [n]: new tokens
     flags: np.ndarray  # [n]: DONE, NOT_FINITE, FAULT
     tokens: np.ndarray  # [n, most]: the first `counts` of each row
     logprobs: dict[int, Logprobs]  # of slots that want them
 
 
 class Progress:
-    """How many launches that read the host's memory were enqueued, and how many are known to have ended: those behind
-    which a report has come back. So nothing is asked of the driver in an ordinary turn."""
+    """Counts launches that read the host's memory, and those known to have ended: all that were enqueued before a
+    report that has arrived. So an ordinary turn does not ask the driver."""
 
     def __init__(self) -> None:
         self.enqueued = self.ended = 0
 
 
 class Report:
-    """News on their way. `read` waits for them, and gives a row for each lane: count, flags, tokens."""
+    """News in transfer. `read` waits for them and returns one row per lane: count, flags, tokens."""
 
     def __init__(
         self, read: Callable[[], np.ndarray], logprobs: dict[int, tuple[Tensor, ...]], progress: Progress | None = None
@@ -63,7 +63,7 @@ class Report:
         self._news: News | None = None
 
     def wait(self) -> News:
-        """The one place where the host waits for the device."""
+        """Wait until the device has written the news, and return them."""
         if self._news is None:
             rows = self._read()
             if self._progress is not None:
@@ -74,34 +74,35 @@ class Report:
 
 
 class Staging:
-    """Memory of the host that launches read when their turn comes: it is written again when the last has ended."""
+    """Host memory that launches read later. Contract: it is written only after `wait`, when the last such launch has
+    ended."""
 
     def __init__(self, progress: Progress, device: torch.device):
         self._progress, self._device, self._last = progress, device, 0
 
     def wait(self) -> None:
-        """Until it may be written."""
+        """Wait until the memory may be written."""
         if self._last > self._progress.ended and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def used(self) -> None:
-        """Something that reads it was enqueued."""
+        """Note that a launch that reads the memory was enqueued."""
         self._progress.enqueued += 1
         self._last = self._progress.enqueued
 
 
 class Table(Staging):
-    """A tensor on the device and what will be copied there."""
+    """A tensor on the device, and the host memory that is copied to it."""
 
     def __init__(self, target: Tensor, progress: Progress):
         super().__init__(progress, target.device)
         self._target, self._cuda = target, target.is_cuda
         self._here = torch.zeros(target.shape, dtype=target.dtype, pin_memory=target.is_cuda)
-        #: To be written after `wait`.
+        #: Contract: written only after `wait`.
         self.array = self._here.numpy()
 
     def send(self) -> None:
-        """Enqueue the copy."""
+        """Enqueue the copy to the device."""
         if self._cuda:
             upload(self._target, self._here)
         else:
@@ -109,7 +110,7 @@ class Table(Staging):
 
 
 class Crossing(ABC):
-    """Into and out of one `Slots`."""
+    """Transfers into and out of one `Slots`."""
 
     def __init__(self, slots: Slots):
         self._tokens, self._noise, self._fault = slots.tokens, slots.noise, slots.fault
@@ -127,11 +128,12 @@ class Crossing(ABC):
         self._parts: dict[int, Tensor] = {}
 
     def stage(self, requests: Sequence[Request]) -> None:
-        """Write down what is to be admitted next. What cannot be admitted is an error, and nothing has changed."""
+        """Write the fields of the requests to be admitted next. If one cannot be admitted this raises, and nothing
+        changes."""
         self._admission.fill(requests, self._vocab)
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Write the records of what was staged."""
+        """Write the records of the staged requests into these slots."""
         self._admission.lanes[: len(slots)] = slots
         self._admit(slots, self._admission)
 
@@ -139,15 +141,15 @@ class Crossing(ABC):
     def _admit(self, slots: Sequence[int], admission: Admission) -> None: ...
 
     def select(self, lanes: Sequence[int], rows: int) -> Tensor:
-        """The table lane → slot on the device, int64 [rows], always at the same address; lanes that nothing uses are
-        parked."""
+        """Return the table lane → slot on the device, int64 [rows], always at the same address; unused lanes point to
+        the parking slot."""
         chosen = tuple(lanes)
         if chosen != self._selected:
             self._tables.reverse()
             table = self._tables[0]
             table.wait()
             table.array[: len(chosen)], table.array[len(chosen) :] = chosen, self._parking
-            self._selected = ()  # until it has been sent
+            self._selected = ()  # unknown until it has been sent
             table.send()
             table.used()
             self._selected = chosen
@@ -157,12 +159,13 @@ class Crossing(ABC):
 
     @abstractmethod
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
-        """What these slots have got since the last report, which the caller knows to be `most` tokens at most;
-        `logprobs` travels along. Nothing that takes long is enqueued behind the `last` report of a turn."""
+        """Report what these slots have got since the last report: at most `most` tokens each, as the caller guarantees.
+
+        `logprobs` is passed through. Nothing that takes long may be enqueued behind the `last` report of a turn."""
 
 
 class HostCrossing(Crossing):
-    """Where the slots are the host's own memory: by numpy, which is quicker there than torch."""
+    """For slots in the host's memory: by numpy, which is faster there than torch."""
 
     def _admit(self, slots: Sequence[int], admission: Admission) -> None:
         n, integers, floats, flags = len(slots), self._integers.numpy(), self._floats.numpy(), self._flags.numpy()
@@ -183,7 +186,7 @@ class HostCrossing(Crossing):
             noise[np.array(slots)[drawn], :count] = noise_keys(admission.stream[drawn].view(np.uint64), count)
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
-        """It is all here."""
+        """Return a report that is complete already."""
         index, tokens, known = list(lanes), self._tokens.numpy(), self._reported.numpy()
         reported = known[index]
         count = np.minimum(self._length.numpy()[index] - reported, most)
@@ -197,7 +200,7 @@ class HostCrossing(Crossing):
 
 
 class TorchCrossing(Crossing):
-    """By torch's operators, for a GPU on which nothing of ours runs."""
+    """By torch's operators, for a GPU on which our kernels do not run."""
 
     def _admit(self, slots: Sequence[int], admission: Admission) -> None:
         """A few operators for each kind of field."""
@@ -222,7 +225,7 @@ class TorchCrossing(Crossing):
             self._noise[index[drawn], :count] = self._sent(noise_keys(admission.stream[drawn].view(np.uint64), count))
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
-        """Gathered at once; on a GPU the copy is made when it is waited for."""
+        """Gather the news at once; on a GPU they are copied when the report is waited for."""
         index = self.select(lanes, len(lanes))
         reported = self._reported[index]
         count = (self._length[index] - reported).clamp(max=most)
@@ -239,17 +242,17 @@ class TorchCrossing(Crossing):
 
 
 class KernelCrossing(Crossing):
-    """By kernels of ours, each bound once: they read and write the host's memory, for up to all slots."""
+    """By our kernels, bound once for up to all slots; they read and write the host's memory."""
 
     def __init__(self, slots: Slots):
         super().__init__(slots)
         self._staging = Staging(self.progress, slots.device)
-        #: Two turns may be under way, with two reports each.
+        #: Two turns may be in flight, with two reports each.
         self._landings = deque(_Landing(self._rows, slots.capacity, pinned=self._pinned) for _ in range(4))
         self._launch: Callable[[], object] | None = None
 
     def stage(self, requests: Sequence[Request]) -> None:
-        """In pinned memory, when the kernel of the last time has read it."""
+        """Write them into pinned memory, after the last launch of `admit` has read it."""
         self._staging.wait()
         super().stage(requests)
 
@@ -262,7 +265,7 @@ class KernelCrossing(Crossing):
         self._staging.used()
 
     def report(self, lanes: Sequence[int], most: int, logprobs: dict[int, tuple[Tensor, ...]], *, last: bool) -> Report:
-        """On its way to the host when this returns."""
+        """Enqueue the report; the kernel writes it into the host's memory."""
         self._landings.rotate()
         landing = self._landings[0]
         if landing.report is not None:
@@ -277,8 +280,8 @@ class KernelCrossing(Crossing):
         return landing.report
 
     def _passed(self, last: bool) -> Any:
-        """What to wait for. An event takes the host five times as long as asking the stream, which is as good if
-        nothing is enqueued behind."""
+        """Return what to wait for. Recording an event takes the host five times as long as using the stream, which
+        serves as well if nothing is enqueued behind."""
         if not self._pinned:
             return None
         stream = torch.cuda.current_stream(self._device)
@@ -286,7 +289,7 @@ class KernelCrossing(Crossing):
 
 
 class _Landing:
-    """Where a report comes down, and whose it is."""
+    """Pinned memory for one report, and the lanes that it is for."""
 
     def __init__(self, rows: int, capacity: int, *, pinned: bool):
         self.lanes = torch.full((rows,), -1, pin_memory=pinned)
@@ -296,19 +299,19 @@ class _Landing:
         self.report: Report | None = None
 
     def select(self, lanes: Sequence[int]) -> None:
-        """Whose tokens the next report brings."""
+        """Set the slots of the next report."""
         self._lanes[: len(lanes)], self._lanes[len(lanes) : self._count] = lanes, -1
         self._count = len(lanes)
 
     def read(self, passed: Any, count: int, most: int) -> np.ndarray:
-        """Once it is there."""
+        """Wait for the report and return its rows."""
         if passed is not None:
             passed.synchronize()
-        return self._news[:count, : 2 + most].copy()  # the memory is used again
+        return self._news[:count, : 2 + most].copy()  # a copy: the memory is used again
 
 
 def _bound(op: str, inputs: list[Tensor]) -> Callable[[], object]:
-    """An op that changes some of its inputs, ready to be launched; without a GPU its reference."""
+    """Return a function that launches an op which updates some inputs; without a GPU, its reference."""
     from warpline.engine.executors.graph.bind import Bound, bind
     from warpline.kernels.catalog import find
 

@@ -1,9 +1,9 @@
-"""The loop: sequences come, share launches, and go.
+"""The engine loop: sequences arrive, share launches, and leave.
 
-A turn admits what fits, runs prompts and decodes some steps, all enqueued without waiting. While the device works, the
-host makes text of the turn before; then it waits once, for all sequences. Turns that serve streams are short, so on a
-GPU the next one is enqueued before the last has ended. Any thread that wants results may drive the loop; the others
-wait until it has something for them, or take over when it has left.
+An engine turn admits what fits, runs prompts and decodes some steps, all enqueued without waiting. While the device
+works, the host makes text of the turn before; then it waits once, for all sequences. Turns that serve streams are
+short, so on a GPU the next one is enqueued before the last has ended. Any thread that wants results may drive the loop
+(it leads); the others wait for their results, or take over when the leader has left.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from warpline.engine.slots import Slots
 from warpline.errors import DeviceError, ModelError, WarplineError
 from warpline.model.weights import explained_memory
 
-#: Seconds for which the thread that leads steps aside when a reader wants to run: else that would wait for the
-#: interpreter's lock until the next launch is out.
+#: Seconds for which the leading thread sleeps when a reader wants to run; the reader would otherwise wait for the
+#: interpreter's lock until the next launch is enqueued.
 YIELD = 20e-6
 
 
 class Engine:
-    """An executor, its slots and what runs in them. `count` sequences at once, of up to `capacity` positions."""
+    """An executor, its slots and the sequences in them: up to `count` sequences of up to `capacity` positions."""
 
     def __init__(self, executor: Executor, count: int, capacity: int, *, model: str, own_stream: bool = True):
         self.executor, self.model, self.capacity = executor, model, capacity
         self.count = min(count, executor.most_lanes or count)
         self.stats = Stats()
-        #: Called behind the jobs' own `notify` when a turn has been handed over to all of them.
+        #: Called after the jobs' own `notify`, when all of them have the results of a turn.
         self.published: Callable[[], object] = lambda: None
         self._slots: Slots | None = None
         self.scheduler = Scheduler(
@@ -51,19 +51,19 @@ class Engine:
             crowd=executor.crowd,
             overlaps=executor.device.type == "cuda",
         )
-        self._flights: deque[Flight] = deque()  # in the order in which they were launched; two at most
-        self._landed: list[tuple[Job, int, bool]] = []  # what the last turn brought: its row of the news, and the end
+        self._flights: deque[Flight] = deque()  # in launch order; at most two
+        self._landed: list[tuple[Job, int, bool]] = []  # results of the last turn: job, row of the news, ended
         self._news: News | None = None
         self._idle_since: float | None = None  # the end of the turn before
         self._lead, self._changed, self._waiters = threading.Lock(), threading.Condition(), 0
         self._cuda = executor.device.type == "cuda"
         self._stream = shared_stream(executor.device) if self._cuda and own_stream else None
-        self._clocks = deque(Clock(cuda=self._cuda) for _ in range(2))  # they take turns
+        self._clocks = deque(Clock(cuda=self._cuda) for _ in range(2))  # used in alternate turns
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
     def submit(self, jobs: list[Job]) -> None:
-        """Have these generated, together with what runs already."""
+        """Queue jobs, to be generated together with those that run already. Any thread may call it."""
         with self._changed:
             self.scheduler.add(jobs)
             self.stats.requests += len(jobs)
@@ -71,7 +71,8 @@ class Engine:
                 self._halt()
 
     def run(self, done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Until `done`, which is asked after every turn. `meanwhile` is called while the device works."""
+        """Drive the engine, or wait for the thread that does, until `done`, which is called after every turn.
+        `meanwhile` is called while the device works."""
         working, led = True, False
         while working and not done():
             if not self._lead.acquire(blocking=False):
@@ -87,7 +88,7 @@ class Engine:
             meanwhile()
 
     def cancel(self, jobs: list[Job]) -> None:
-        """Not wanted any more: slots are free again now, or with the next turn of the thread that leads."""
+        """End these jobs; their slots are free at once, or with the next turn of the leading thread."""
         for job in jobs:
             if not job.finished:
                 job.ended = job.finished = True
@@ -95,9 +96,9 @@ class Engine:
         if self._lead.acquire(blocking=False):
             try:
                 with self._on_stream():
-                    self._sweep()  # what is under way may write to such a slot; the next admission comes behind it
+                    self._sweep()  # launches in flight may write to such a slot; the next admission comes after them
                 if not (self.scheduler.waiting or self.scheduler.running):
-                    self._publish()  # others that had ended
+                    self._publish()  # jobs that had ended before
                     self._flights.clear()
                     self._idle_since = None
             finally:
@@ -107,29 +108,29 @@ class Engine:
         self._tell()
 
     def cancel_all(self) -> None:
-        """Nothing is wanted any more."""
+        """End all jobs."""
         with self._changed:
             known = [*self.scheduler.waiting, *self.scheduler.running]
         self.cancel([sequence for sequence in known if isinstance(sequence, Job)])
 
     def _halt(self) -> None:
-        """Something has changed that the launch under way does not know: it need not take all of its steps."""
+        """Ask the launch in flight to end early, because the set of sequences has changed."""
         if self._slots is not None:
             self.executor.halt(self._slots, True)
 
     def close(self) -> None:
-        """Finish what is under way and give the slots back."""
+        """Finish all jobs and free the slots."""
         while True:
             self.run(lambda: self.idle)
             with self._lead:
-                if self.idle:  # nothing has come since
+                if self.idle:  # no job has come since
                     if self._cuda:
                         torch.cuda.synchronize(self.executor.device)
                     self._slots = None
                     return
 
     def prepare(self) -> None:
-        """Have everything ready that requests may need."""
+        """Compile, bind and capture all that requests may need."""
         with self._lead, self._on_stream(), self.executor.on_device():
             self.executor.prepare_all(self._allocated())
 
@@ -140,7 +141,7 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Slots that nothing runs in."""
+        """Slots that no sequence uses."""
         return self.count if self._slots is None else self._slots.free
 
     def _wait(self, done: Callable[[], bool]) -> None:
@@ -160,11 +161,13 @@ class Engine:
     # --- by the thread that leads -------------------------------------------------------------------------------------
 
     def step(self, done: Callable[[], bool] = lambda: False, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """One turn: launch it, make text of the last, wait unless all is `done`. False if there was nothing to do."""
+        """Run one turn: launch it, publish the last one, and wait for it unless `done`. Returns False if there was
+        nothing to do. Only the leading thread calls it."""
         try:
             with self._on_stream():
                 worked = bool(self._landed)
-                # What is known goes out first if the device is busy anyway, or if the host would compute before it did.
+                # Publish first if the device is busy anyway, or if the host would otherwise compute before it
+                # publishes.
                 if worked and (self._flights or not self.scheduler.overlaps):
                     self._publish()
                     meanwhile()
@@ -182,7 +185,7 @@ class Engine:
                         return True
                     self._launch_ahead()
                     self._land(flight)
-                    if flight.reports:  # the rest of the turn is under way
+                    if flight.reports:  # the rest of the turn is in flight
                         self._publish()
                         meanwhile()
                 self._flights.popleft()
@@ -205,7 +208,7 @@ class Engine:
         with self._changed:
             gone = self.scheduler.sweep()
         for sequence in gone:
-            if sequence.slot >= 0 and self._slots is not None:  # one whose launch failed may have none
+            if sequence.slot >= 0 and self._slots is not None:  # a sequence whose launch failed may have no slot
                 self._slots.release(sequence.slot)
                 if isinstance(sequence, Job) and isinstance(sequence.error, ModelError):
                     self._slots.erase(sequence.slot)
@@ -220,17 +223,17 @@ class Engine:
         return self._slots
 
     def _launch_ahead(self) -> None:
-        """Where streams are served and nothing waits to join them, enqueue the next turn before the last has ended, so
-        that the device does not wait for the host in between. First tokens are handed over before that."""
+        """Enqueue the next turn before the last has ended, so that the device does not wait for the host. Only where
+        streams are served and no sequence waits to join; first tokens are published before that."""
         if self.scheduler.overlaps and len(self._flights) == 1:
             flight = self._flights[0]
             if flight.turn.followed and len(flight.reports) == 1:
                 self._launch()
 
     def _launch(self) -> None:
-        """Enqueue the next turn, if there is anything to do. Slots are given away only while no turn is under way."""
+        """Enqueue the next turn, if there is anything to do. Slots are reassigned only while no turn is in flight."""
         slots, executor = self._allocated(), self.executor
-        executor.halt(slots, False)  # before looking: what changes from now on is said again
+        executor.halt(slots, False)  # before planning: later changes ask again
         self._sweep()
         with self._changed:
             if self._flights and self.scheduler.waiting:
@@ -241,13 +244,13 @@ class Engine:
         self._clocks.rotate()
         clock = self._clocks[0]
         with executor.on_device():
-            followed = turn.followed  # its reader may keep the host from looking in time
+            followed = turn.followed  # a reader may delay the host
             clock.begin(prompts=bool(turn.first or turn.second), steps=turn.steps > 0, followed=followed)
             if turn.admitted:
                 taken = slots.admit([s.request for s in turn.admitted])
                 for sequence, slot in zip(turn.admitted, taken, strict=True):
                     sequence.slot = slot
-            if self._idle_since is not None:  # the first launch of the turn is out, or is the next thing to be done
+            if self._idle_since is not None:  # the first launch has been enqueued, or is enqueued next
                 self.stats.idle_seconds += time.perf_counter() - self._idle_since
                 self._idle_since = None
             lanes = [s.slot for s in turn.running]
@@ -268,7 +271,7 @@ class Engine:
                     clock.stepped()
                 reports.append(slots.report(taken, steps * (1 + executor.drafts) + 1, last=last and not followed))
             if not self._cuda:
-                clock.landed()  # it was computed on the way
+                clock.landed()  # the CPU has computed it already
         screened = bool(lanes) and executor.screens(slots, lanes)
         drafted = executor.counted(slots) if turn.steps else None
         self._flights.append(Flight.of(turn, reports, clock, screened, drafted))
@@ -279,7 +282,7 @@ class Engine:
             slots.copy(copy.source.slot, [target.slot for target in copy.targets], copy.length)
 
     def _wasteful(self, running: list[Sequence]) -> bool:
-        """Whether steps could be taken behind the end of every sequence."""
+        """Whether steps could be computed after the end of every sequence."""
         config = self.executor.config
         params = {id(s.request.params): s.request.params for s in running}.values()
         if config.eos_token_id is None or all(p.ignore_eos for p in params):
@@ -288,17 +291,17 @@ class Engine:
         return not self.executor.stops_by_itself(len(running), needs)
 
     def _land(self, flight: Flight) -> None:
-        """Wait for a turn, or for the larger part of it, and learn which sequences have ended. The device is idle when
-        the last part has come: this must be short."""
+        """Wait for a turn, or for the first part of it, and note which sequences have ended. The device is idle after
+        the last part, so this must be short."""
         news, last = flight.reports.pop(0).wait(), not flight.reports
         if self._cuda and last:
             flight.clock.landed()
         counts, flags, lengths = news.counts.tolist(), news.flags.tolist(), []
-        if flags and flags[0] & FAULT:  # every row says it
+        if flags and flags[0] & FAULT:  # every row has it
             self._allocated().fault.zero_()
             raise self.executor.fault()
         for i, (job, count) in enumerate(zip(flight.lanes, counts, strict=True)):
-            if job.ended:  # before, or by the host, or cancelled, while this was under way
+            if job.ended:  # ended earlier, by the host or by `cancel`, while this turn was in flight
                 if flags[i] & NOT_FINITE and job.error is None:
                     self._allocated().erase(job.slot)
                 continue
@@ -324,7 +327,7 @@ class Engine:
         return ModelError(f"{self.model} computed logits that are no numbers: {why}; try --dtype fp32")
 
     def _publish(self) -> None:
-        """Hand over what the last turn brought; the device may be busy with the next one."""
+        """Hand over the results of the last turn; the device may be busy with the next one."""
         landed, self._landed, news = self._landed, [], self._news
         if not landed or news is None:
             return
@@ -340,12 +343,12 @@ class Engine:
         self._news = None
         self._tell()
         self.published()
-        if urgent:  # the device is busy, or there is nothing to launch, or the next launch takes far longer
+        if urgent:  # the device is busy, or nothing is to be launched, or the next launch takes far longer
             time.sleep(YIELD)
 
     def _take(self, job: Job, tokens: list[int], logprobs: Logprobs | None, ended: bool) -> None:
         first = job.prompt_length + len(job.tokens)
-        if logprobs is not None:  # before the tokens, so that there is one for each of them at any time
+        if logprobs is not None:  # before the tokens, so that every visible token has one
             for at in range(first, first + len(tokens)):
                 found = float(logprobs.logprob[at]), logprobs.top_logprob[at].copy(), logprobs.top_token[at].copy()
                 job.logprobs.append(found)
@@ -358,11 +361,11 @@ class Engine:
             eos = None if job.request.params.ignore_eos else self.executor.config.eos_token_id
             job.finish_reason = "stop" if job.tokens[-1] == eos else "length"
         self.stats.tokens += len(tokens)
-        if ended:  # else it may have been cancelled meanwhile
+        if ended:  # otherwise it may have been cancelled meanwhile
             job.finished = True
 
     def _abandon(self, error: BaseException) -> None:
-        """What was under way is lost, and says so; what waits is not, unless there is nothing to wait for."""
+        """Fail all running jobs with an error. Waiting jobs stay, unless there are no slots."""
         lost = [job for job, *_ in self._landed] + [s for s in self.scheduler.running if isinstance(s, Job)]
         self._flights.clear()
         self._idle_since, self._landed = None, []
@@ -377,6 +380,6 @@ class Engine:
         self._sweep()
         for job in lost:
             if job.notify is not None:
-                with contextlib.suppress(Exception):  # the error is on its way; others must hear of it too
+                with contextlib.suppress(Exception):  # the error is raised anyway; the other jobs must be notified too
                     job.notify()
         self.published()

@@ -1,4 +1,4 @@
-"""What went wrong on the device, in one line."""
+"""Errors of the device, explained in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from warpline.model.weights import explained_memory
 
 
 def told(error: BaseException, what: str) -> BaseException:
-    """Too little memory, or a GPU that failed, in one line; anything else as it is."""
+    """Return the error, or a one-line DeviceError if memory ran out or the GPU failed while doing `what`."""
     try:
         with explained_memory(what):
             raise error

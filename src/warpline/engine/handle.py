@@ -1,4 +1,4 @@
-"""A request on its way, as its caller sees it: tokens and text as they come, the result, and a way to call it off."""
+"""A submitted request as its caller sees it: tokens and text as they come, the result, and cancellation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from warpline.engine.job import Job
 from warpline.engine.text import Completion, Text
 from warpline.errors import ConfigError
 
-#: Seconds that the thread which serves handles waits for more work before it ends.
+#: Seconds that the worker thread waits for more work before it ends.
 PATIENCE = 1.0
 
 
 class Handle:
-    """What `LLM.submit` returns. Iterate over it, with `for` or `async for`, for pieces of text; `result` is the whole.
+    """The result of `LLM.submit`. Iterate over it with `for` or `async for` for pieces of text; `result` returns the
+    whole.
 
-    The engine's own thread works on it whether or not somebody waits.
+    The engine's worker thread generates it whether or not a reader waits.
     """
 
     def __init__(self, engine: Engine, job: Job, text: Text, complete: Callable[[Job], Completion]):
@@ -36,23 +37,24 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether no more tokens will come."""
         return self._job.finished
 
     def cancel(self) -> None:
-        """Call it off. Its slot is free within a turn; what has come so far stays, with "cancelled" for a reason."""
+        """Cancel the request. Its slot is free within a turn; the tokens so far stay, with "cancelled" as finish
+        reason."""
         self._engine.cancel([self._job])
         self.told()
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the whole."""
+        """Wait for the completion and return it; TimeoutError after `timeout` seconds."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: self._job.finished, timeout):
                 raise TimeoutError(f"no result within {timeout:g} s")
         return self._made()
 
     def __iter__(self) -> Iterator[str]:
-        """Pieces of text as they come."""
+        """Yield pieces of text as they come."""
         while True:
             with self._arrived:
                 self._arrived.wait_for(self._has_news)
@@ -63,7 +65,7 @@ class Handle:
                 return
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """The same without blocking the event loop."""
+        """Yield pieces of text without blocking the event loop."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -83,24 +85,24 @@ class Handle:
         finally:
             if wake in self._listeners:
                 self._listeners.remove(wake)
-            if not self._job.finished:  # the reader has gone
+            if not self._job.finished:  # the reader has stopped
                 self.cancel()
 
     def told(self) -> None:
-        """Something has come; called by the engine."""
+        """Wake readers; the engine calls it when something has come."""
         with self._arrived:
             self._arrived.notify_all()
         for listener in list(self._listeners):
             try:
                 listener()
-            except RuntimeError:  # its event loop is closed: nothing listens there any more
+            except RuntimeError:  # its event loop is closed
                 self._listeners.remove(listener)
 
     def _has_news(self) -> bool:
         return self._job.finished or self._text.has_more
 
     def _piece(self) -> tuple[bool, str]:
-        """Whether nothing more comes, asked first, and the text that is there."""
+        """Return whether nothing more comes, which is read first, and the text that is there."""
         ended = self._job.finished
         if ended:
             self._made()
@@ -115,8 +117,8 @@ class Handle:
 
 
 class Worker:
-    """A thread that drives an engine while handles are unfinished, and ends when there has been nothing to do for a
-    while; the next handle starts another."""
+    """A thread that drives an engine while handles are unfinished, and ends after `PATIENCE` seconds without work; the
+    next handle starts another."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -125,21 +127,21 @@ class Worker:
         self._closed = False
 
     def require_open(self) -> None:
-        """Refuse what comes too late."""
+        """Raise an error if the LLM is closed."""
         if self._closed:
             raise ConfigError("this LLM is closed: make a new one")
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Make the thread run; any thread may call it."""
         with self._lock:
             self._work.set()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="warpline-engine", daemon=True)
                 self._thread.start()
-                atexit.register(self._leave)  # a thread that is inside of torch when Python ends brings it down
+                atexit.register(self._leave)  # a thread inside torch crashes the interpreter at exit
 
     def close(self) -> None:
-        """Let the thread end when what it is doing is done."""
+        """End the thread when its work is done."""
         with self._lock:
             self._closed, thread = True, self._thread
             self._work.set()
@@ -153,7 +155,7 @@ class Worker:
     def _serve(self) -> None:
         while True:
             self._work.clear()
-            with contextlib.suppress(Exception):  # every sequence that was lost has the error, and raises it
+            with contextlib.suppress(Exception):  # every failed sequence has the error and raises it to its reader
                 self._engine.run(lambda: self._engine.idle)
             if not self._engine.idle:
                 continue

@@ -1,4 +1,4 @@
-"""A sequence as the host follows it, and a turn under way."""
+"""A sequence with what the host has of it, and an engine turn in progress."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from warpline.errors import WarplineError
 
 @dataclass(eq=False, slots=True)
 class Job(Sequence):
-    """A sequence, and what the host has of it for whoever asked."""
+    """A sequence, and what the host has of it for the caller."""
 
     timings: Timings | None = None
     tokens: list[int] = field(default_factory=list)
-    #: Where its tokens are put as they come, but for the end of text, if somebody makes many texts together.
+    #: If given, receives the tokens of each chunk without the end of text, for code that decodes many texts at once.
     arrays: list[np.ndarray] | None = None
     logprobs: list[tuple[float, np.ndarray, np.ndarray]] = field(default_factory=list)
     finish_reason: str | None = None
     error: WarplineError | None = None
-    finished: bool = False  # nothing more comes
-    #: Called with the tokens of each chunk; says how many of all tokens count if they ended it. Then `notify`, which
-    #: says whether another thread should be let run at once.
+    finished: bool = False  # no more tokens will come
+    #: Called with the tokens of each chunk; returns how many of all tokens count if the chunk ended the text, else
+    #: None. Then `notify` is called; it returns whether another thread should run at once.
     receive: Callable[[list[int]], int | None] | None = None
     notify: Callable[[], bool | None] | None = None
 
 
 @dataclass(slots=True)
 class Flight:
-    """A turn under way."""
+    """An engine turn in progress."""
 
     turn: Turn
     lanes: list[Job]
-    reports: list[Report]  # that have not come yet
-    served: list[tuple[Timings, list[Job]]]  # whose time it is
+    reports: list[Report]  # that have not arrived yet
+    served: list[tuple[Timings, list[Job]]]  # calls that the turn's time counts for
     clock: Clock
-    screened: bool  # whether its steps read codes of the LM head
-    drafted: Drafted | None  # what came of drafts
-    lengths: list[int] | None = None  # of its sequences, before
-    tokens: int = 0  # that one of them has got at most
+    screened: bool  # whether its steps read the codes of the LM head
+    drafted: Drafted | None  # counts of drafts
+    lengths: list[int] | None = None  # of its sequences, before the turn
+    tokens: int = 0  # most tokens that one of them has got
 
     @classmethod
     def of(
         cls, turn: Turn, reports: list[Report], clock: Clock, screened: bool, drafted: Drafted | None = None
     ) -> Flight:
-        """A turn that has been enqueued."""
-        lanes = cast(list[Job], turn.reported)  # an engine's sequences are jobs
+        """Return the flight of a turn that has been enqueued."""
+        lanes = cast(list[Job], turn.reported)  # the sequences of an engine are jobs
         served: dict[int, tuple[Timings, list[Job]]] = {}
         for sequence in dict.fromkeys([*lanes, *(s for s, *_ in (*turn.first, *turn.second))]):
             if isinstance(sequence, Job) and sequence.timings is not None:
@@ -60,7 +60,7 @@ class Flight:
         return cls(turn, lanes, reports, list(served.values()), clock, screened, drafted)
 
     def ended(self, stats: Stats) -> None:
-        """All of its tokens are known: note what it took."""
+        """Record time and counts. Requires: all tokens of the turn are known."""
         turn, lengths = self.turn, self.lengths or []
         turn.landed()
         steps = self.tokens - bool(turn.begun)  # a prompt brings a token before the first step

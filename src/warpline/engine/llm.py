@@ -33,13 +33,13 @@ from warpline.model.weights import Weights, explained_memory
 
 logger = logging.getLogger(__name__)
 
-#: Sequences at once where `max_batch` is not given: at most so many, in at most this share of the free memory.
+#: Most sequences at once if `max_batch` is not given, and the share of free memory that their KV cache may take.
 MOST_SLOTS = {"cuda": 256, "cpu": 32}
 SHARE_OF_MEMORY = {"cuda": 0.5, "cpu": 0.25}
 
 
 def default_slots(config: ModelConfig, dtype: str, device: str, kv_dtype: str | None = None) -> int:
-    """Sequences whose KV cache fits into a share of the memory that is free now."""
+    """Return how many sequences' KV caches fit into a share of the memory that is free now."""
     kind = device.partition(":")[0]
     free = hardware.free_bytes(device)
     each = config.n_positions * cost.kv_bytes_per_position(config, dtype, kv_dtype)
@@ -48,7 +48,7 @@ def default_slots(config: ModelConfig, dtype: str, device: str, kv_dtype: str | 
 
 
 class LLM:
-    """A GPT-2 ready to write. Any number of threads may call it: they share one running batch.
+    """A GPT-2 model ready to generate. Any number of threads may call it: they share one running batch.
 
     Args:
         model: What `warpline.model.weights.load` knows: "stories" (inside the package), "random:gpt2", a folder, a
@@ -99,7 +99,7 @@ class LLM:
         self._assemble(model, loaded, chosen_device, found, chosen, asked)
         if chosen_device.type == "cpu":
             del loaded
-            hardware.give_back_freed_memory()  # what the executor keeps in forms of its own: up to all of the weights
+            hardware.give_back_freed_memory()  # the executor keeps copies of its own: up to all of the weights
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ class LLM:
         max_batch: int | None = None,
         window: int | None = None,
     ) -> LLM:
-        """One over weights that are loaded already."""
+        """Return an LLM over weights that are loaded already."""
         made, device = cls.__new__(cls), numbered(device)
         chosen = executors.resolve(executor, device, loaded.config, dtype)
         asked = EngineConfig(kv_dtype=kv_dtype, max_batch=max_batch, window=window)
@@ -131,7 +131,7 @@ class LLM:
             self.executor = executors.create(executor, loaded, device, dtype, asked)
         self.config, self.folder, self.tokenizer = loaded.config, loaded.folder, loaded.tokenizer()
         count = asked.max_batch or default_slots(self.config, dtype, str(device), asked.kv_dtype)
-        self.engine = Engine(self.executor, count, self.config.n_positions + 1, model=model)  # one needs no position
+        self.engine = Engine(self.executor, count, self.config.n_positions + 1, model=model)  # last token needs none
         self.max_batch = self.engine.count
         self._worker = Worker(self.engine)
         self._seeds = random.Random()  # seeded by the system; for requests without a seed
@@ -141,13 +141,13 @@ class LLM:
         return f"LLM({self.model!r}, device={device!r}, dtype={self.dtype!r}, executor={self.executor.name!r})"
 
     def warm_up(self) -> None:
-        """Take memory, compile and capture now, so that no request waits for it. A server calls this before it takes
-        requests; where every size is new to a GPU it takes tens of seconds, else a few."""
+        """Allocate, compile and capture now, so that no request waits for it. A server calls this before it takes
+        requests. It takes tens of seconds if every size is new to a GPU, else a few."""
         self.engine.prepare()
         self.generate([0], SamplingParams(max_tokens=2))
 
     def close(self) -> None:
-        """Give the memory back; what is under way is finished first."""
+        """Finish what is running and free the memory."""
         self._worker.close()
         self.engine.close()
 
@@ -229,7 +229,7 @@ class LLM:
         return handle
 
     def start(self, jobs: list[Job]) -> None:
-        """Begin sequences that the caller has made and reads itself, as a server does."""
+        """Start jobs that the caller has made and reads itself, as a server does."""
         self._worker.require_open()
         if len(jobs) > 1:
             share_prefixes(jobs)
@@ -237,9 +237,10 @@ class LLM:
         self._worker.wake()
 
     def score(self, texts: list[str]) -> Score:
-        """How well the model predicts `texts`: every token and the end of each, seen from one <|endoftext|> before it.
+        """Return how well the model predicts `texts`: every token and the end of each, with one <|endoftext|> before
+        it.
 
-        The tokens go through the executor's own decode steps, so this measures what generates.
+        The tokens go through the executor's own decode steps, so this measures the code that generates.
 
         Examples:
             >>> from warpline import LLM
@@ -263,7 +264,7 @@ class LLM:
         return Score(-sum(scored), len(scored), sum(map(len, texts)))
 
     def _run(self, jobs: list[Job], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Drive the engine until these are finished; `meanwhile` is called while the device works."""
+        """Drive the engine until these jobs are finished; `meanwhile` is called while the device works."""
         self._worker.require_open()
         self.engine.submit(jobs)
         waiting = list(jobs)
@@ -276,7 +277,7 @@ class LLM:
         try:
             self.engine.run(done, meanwhile)
         finally:
-            if not self.engine.idle:  # what a stop text has ended may be under way again
+            if not self.engine.idle:  # jobs that a stop text has ended may be running again
                 self.engine.cancel(jobs)
         for job in jobs:
             if job.error is not None:
@@ -291,25 +292,25 @@ class LLM:
         return job, self._watch(job), given
 
     def _watch(self, job: Job) -> Text:
-        """Have its text made as its tokens come."""
+        """Make the job's text as its tokens come."""
         return watched(job, self.tokenizer, self.config.eos_token_id)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _requests(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[tuple[str | None, Request]]:
-        """A request for each completion, with its prompt's text if it was one. All are right, or none is made."""
+        """Return a request for each completion, with the prompt's text if it was a text. Raises if one is invalid."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_many(texts, special=True) if len(texts) > 1 else map(self._encode, texts))
         many = self._many_checked([next(encoded) if isinstance(p, str) else p for p in prompts])
         found: list[tuple[str | None, Request]] = []
         short: list[tuple[int, int]] = []
         context = self.config.n_positions
-        for its in {id(its): its for its in params}.values():  # often one for all
+        for its in {id(its): its for its in params}.values():  # often one object for all
             its.require_vocab(self.config.vocab_size)
         for prompt, ids, its in zip(prompts, many, params, strict=True):
             limit = len(ids) + its.max_tokens
             if limit > context:
-                most = max(context, len(ids) + 1)  # one token needs no position
+                most = max(context, len(ids) + 1)  # the last token needs no position
                 if limit > most:
                     short.append((most - len(ids), its.max_tokens))
                 limit = min(limit, most)
@@ -325,7 +326,7 @@ class LLM:
         return self.tokenizer.encode(text, special=True)
 
     def _warn(self, short: list[tuple[int, int]]) -> None:
-        """Of prompts that leave less room than was asked for, in one line."""
+        """Warn, in one line, of prompts that leave less room than was asked for."""
         room, asked = min(short)
         which = f"of {len(short):,} prompts " if len(short) > 1 else ""
         logger.warning(
@@ -334,7 +335,7 @@ class LLM:
         )  # fmt: skip
 
     def _many_checked(self, prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> list[np.ndarray]:
-        """Checked all at once, and one by one only if something is wrong. They are copies."""
+        """Check all prompts at once, and one by one only if something is wrong. Returns copies."""
         try:
             lengths, flat = [len(prompt) for prompt in prompts], joined(prompts)
         except (TypeError, ValueError, OverflowError):
@@ -352,7 +353,7 @@ class LLM:
         context, vocab = self.config.n_positions, self.config.vocab_size
         try:
             ids = np.array(prompt.numpy() if isinstance(prompt, torch.Tensor) else prompt)
-        except (TypeError, ValueError):  # of a GPU, or of rows that differ
+        except (TypeError, ValueError):  # on a GPU, or with rows of different lengths
             ids = np.empty((1, 1))
         if not ids.size:
             raise ConfigError("the prompt is empty: give a text; <|endoftext|> starts from nothing")
@@ -387,6 +388,6 @@ class LLM:
 
     @staticmethod
     def _logprobs(job: Job, count: int) -> Iterator[TokenLogprob]:
-        for token, (logprob, values, tokens) in zip(job.tokens, job.logprobs, strict=False):  # more may be coming
+        for token, (logprob, values, tokens) in zip(job.tokens, job.logprobs, strict=False):  # more may come
             top = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
             yield TokenLogprob(token_id=token, logprob=logprob, top=tuple(top))

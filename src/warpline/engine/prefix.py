@@ -1,4 +1,4 @@
-"""Which prompts of a call begin alike."""
+"""Finds the prompts of a call that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from warpline.engine.scheduler import Prefix, Sequence
 
-#: Tokens that prompts of one call must share to be run once.
+#: Least number of shared tokens for which prompts of one call run them once.
 LEAST_PREFIX = 64
 
 
 def share_prefixes(sequences: Iterable[Sequence]) -> None:
-    """Mark prompts of one call that begin alike, so that what they share is run once: equal prompts, such as those of
-    several completions, and of the others what they have in common if that is long enough."""
+    """Mark prompts of one call that share a prefix, so that it is run once: equal prompts, such as those of several
+    completions, and prompts with a long enough common beginning."""
     for begin_alike in _grouped(sequences, LEAST_PREFIX):
         if len(begin_alike) == 1:
             continue
@@ -31,7 +31,7 @@ def share_prefixes(sequences: Iterable[Sequence]) -> None:
 
 
 def _grouped(sequences: Iterable[Sequence], tokens: int | None) -> list[list[Sequence]]:
-    """By the first tokens of their prompts, or by all."""
+    """Group sequences by the first `tokens` tokens of their prompts; None: by the whole prompt."""
     groups: dict[bytes, list[Sequence]] = {}
     for sequence in sequences:
         groups.setdefault(np.asarray(sequence.request.prompt[:tokens], np.int64).tobytes(), []).append(sequence)
@@ -45,7 +45,7 @@ def _share(group: list[Sequence], length: int, *, whole: bool) -> None:
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """With how many equal tokens both begin."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     different = np.flatnonzero(one[:size] != other[:size])
     return int(different[0]) if len(different) else size

@@ -18,7 +18,7 @@ Prompt = str | Sequence[int] | np.ndarray | torch.Tensor
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or many, as a list of prompts."""
+    """Return one prompt, or many, as a list of prompts."""
     if isinstance(prompts, np.ndarray | torch.Tensor):
         return [prompts] if prompts.ndim == 1 else list(prompts)
     if not isinstance(prompts, Sequence):
@@ -29,7 +29,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def joined(prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> np.ndarray:
-    """One behind the other. Of lists, whole numbers alone, in half the time that numpy needs."""
+    """Concatenate prompts of token ids. For lists of integers `array` takes half of numpy's time."""
     if all(type(prompt) is list for prompt in prompts):
         return np.frombuffer(array("q", itertools.chain.from_iterable(cast(list[list[int]], prompts))), np.int64)
     arrays = [prompt.numpy() if isinstance(prompt, torch.Tensor) else np.asarray(prompt) for prompt in prompts]
@@ -37,7 +37,7 @@ def joined(prompts: list[Sequence[int] | np.ndarray | torch.Tensor]) -> np.ndarr
 
 
 def spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Settings for so many prompts: one for all of them, or one for each."""
+    """Return settings for `count` prompts, from one for all of them or one for each."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:

@@ -1,4 +1,4 @@
-"""What is asked of the engine: a sequence, the parts of its prompt, and what its sampling needs. No torch."""
+"""What the engine is asked for: a sequence, the parts of its prompt, and what its sampling needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warpline.config import SamplingParams
 
 
 class Request(NamedTuple):
-    """One sequence to be generated."""
+    """One sequence to generate."""
 
     prompt: Sequence[int] | np.ndarray
     params: SamplingParams
@@ -25,31 +25,31 @@ class Request(NamedTuple):
 
     @property
     def stream(self) -> int:
-        """Which random numbers it draws: seeds, prompts and samples that differ draw independently."""
+        """Key of its random numbers: different seeds, prompts or samples draw independently."""
         content = np.array([self.seed, self.sample], np.uint64).tobytes() + np.asarray(self.prompt, np.int64).tobytes()
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 class Span(NamedTuple):
-    """A part of a prompt to run: positions start … end - 1 of a slot, behind what its cache holds already."""
+    """A part of a prompt to run: positions start … end - 1 of a slot. Requires: earlier positions are in the cache."""
 
     slot: int
     start: int
     end: int
-    #: Slots whose first token follows from the last position: the slot itself, further completions of the same prompt,
-    #: or none if more of the prompt is to come.
+    #: Slots whose first token follows from the last position: the slot itself and further completions of the same
+    #: prompt, or none if more of the prompt follows.
     lanes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Which sampling stages some sequences use; known on the host, so that unused ones cost nothing."""
+    """The sampling stages that some sequences use. The host knows them, so that unused stages cost nothing."""
 
     penalty: bool = False
-    biased: bool = False  # logits of single tokens are raised or lowered, by what came before or by wish
+    biased: bool = False  # logits of single tokens are changed, by penalties or by the request's biases
     min_length: bool = False
     random: bool = False
-    candidates: int = 0  # how many of the likeliest tokens top-k and top-p may have to look at; 0 if neither is used
+    candidates: int = 0  # most tokens that top-k and top-p may have to rank; 0 if neither is used
     min_p: bool = False
     logprobs: int | None = None
 
@@ -60,7 +60,7 @@ class Needs:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are cut or penalised before the draw."""
+        """Whether some tokens are excluded or penalised before the draw."""
         return self.penalty or self.biased or self.candidates > 0 or self.min_p
 
     def __or__(self, other: Needs) -> Needs:
@@ -77,14 +77,14 @@ class Needs:
 
 
 def joined(needs: Iterable[Needs]) -> Needs:
-    """What sequences need together. Mostly all have the very same."""
+    """Return what these sequences need together. Often all share one object."""
     different = list({id(one): one for one in needs}.values())
     return functools.reduce(Needs.__or__, different) if different else Needs()
 
 
 @functools.lru_cache(maxsize=1024)
 def needs_of(params: SamplingParams, vocab: int) -> Needs:
-    """What a sequence with these settings uses."""
+    """Return what a sequence with these parameters needs."""
     drawn = params.temperature > 0
     cut = drawn and (params.top_k or params.top_p < 1)
     return Needs(

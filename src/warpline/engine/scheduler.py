@@ -1,6 +1,6 @@
-"""Which sequences run next, which prompts are run for it, and for how many steps. Knows no torch and no device.
+"""Decides which sequences run in the next engine turn, which prompts, and for how many steps. Imports no torch.
 
-A slot has room for prompt and limit of whatever is admitted, so nothing that runs is ever put aside again.
+A slot has room for prompt and limit of the sequence admitted to it, so a running sequence is never preempted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from warpline.engine.request import Request, Span
 
-#: Steps of a launch while something waits for a slot, or for its prompt to be run.
+#: Steps of a launch while a sequence waits for a slot, or for its prompt to be run.
 STEPS_WHILE_WAITING = 16
-#: A turn of many tokens reports so many steps before its end as well: the host makes text of what came before while the
-#: device takes them.
+#: An engine turn of many tokens also reports so many steps before its end: the host makes text of the first part while
+#: the device computes the rest.
 LAST_STEPS, MANY_TOKENS = 16, 2048
-#: Steps of a launch that serves streams: behind a first token few, else by how many sequences there are. Each launch
-#: brings something for every stream, and whatever arrives waits for what is enqueued.
+#: Steps of a launch that serves streams: few after a first token, else by the number of sequences. Each launch brings
+#: something for every stream, and a new request waits for what is enqueued.
 FIRST_STREAM_STEPS, STREAM_STEPS, CROWDED_STREAM_STEPS = 4, 8, 16
 
 
@@ -26,41 +26,41 @@ class Prefix:
     """Tokens with which several prompts begin; run once, then copied from slot to slot."""
 
     length: int
-    whole: bool  # whether they are all of the prompts but the last token, which is the same too
-    holders: list[Sequence] = field(default_factory=list)  # that run and have them in their cache
+    whole: bool  # whether only the last token follows, which is equal too
+    holders: list[Sequence] = field(default_factory=list)  # running sequences that have it in their cache
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request on its way: what the host knows of it."""
+    """A request and what the host knows of its progress."""
 
     request: Request
-    prefixes: list[Prefix] = field(default_factory=list)  # that it has, the longest first
-    followed: bool = False  # whether its tokens are wanted as they come
+    prefixes: list[Prefix] = field(default_factory=list)  # of its prompt, the longest first
+    followed: bool = False  # whether a reader wants the tokens as they come
     slot: int = -1  # where it runs
-    filled: int = 0  # positions of its prompt that are in the cache, or will be by the time anything reads them
-    ahead: int = 0  # tokens that launches under way bring, at most
+    filled: int = 0  # positions of its prompt that are in the cache, or will be before anything reads them
+    ahead: int = 0  # most tokens that launches in flight bring
     chunks: int = 0  # launches that brought tokens
-    ended: bool = False  # no more launches: it is done, was stopped or cancelled
+    ended: bool = False  # no more launches: done, stopped or cancelled
     prompt_length: int = field(init=False)
-    length: int = field(init=False)  # prompt and tokens that the host knows of
+    length: int = field(init=False)  # prompt and tokens known to the host
 
     def __post_init__(self) -> None:
         self.prompt_length = self.length = len(self.request.prompt)
 
     @property
     def steps_left(self) -> int:
-        """Tokens until its limit that no launch is under way for."""
+        """Tokens until its limit that no launch in flight covers."""
         return self.request.limit - self.length - self.ahead
 
 
-#: A sequence, and the positions of its prompt from where to where.
+#: A sequence, and start and end of the positions of its prompt to run.
 Part = tuple[Sequence, int, int]
 
 
 @dataclass(slots=True)
 class Copy:
-    """Positions 0 … length - 1 of a slot's cache that others need as well."""
+    """Positions 0 … length - 1 of a slot's cache, to be copied to other slots."""
 
     source: Sequence
     targets: list[Sequence]
@@ -69,21 +69,21 @@ class Copy:
 
 @dataclass(slots=True)
 class Turn:
-    """What is launched together: admit; run the first spans, copy, run the second, copy again; then decode."""
+    """One engine turn: admit; run the first spans, copy, run the second spans, copy again; then decode."""
 
     admitted: list[Sequence] = field(default_factory=list)
     first: list[Part] = field(default_factory=list)  # sequence, start, end
     copies: list[Copy] = field(default_factory=list)
     second: list[Part] = field(default_factory=list)
     late: list[Copy] = field(default_factory=list)
-    twins: dict[int, list[Sequence]] = field(default_factory=dict)  # by id: those with the same prompt to the end
-    begun: list[Sequence] = field(default_factory=list)  # those whose first token comes with the end of their prompt
+    twins: dict[int, list[Sequence]] = field(default_factory=dict)  # by sequence id: those with an equal prompt
+    begun: list[Sequence] = field(default_factory=list)  # those whose prompt ends, which brings a first token
     running: list[Sequence] = field(default_factory=list)  # those that decode
     reported: list[Sequence] = field(default_factory=list)  # those that get tokens
     steps: int = 0
 
     def spans(self, parts: list[Part]) -> list[Span]:
-        """For the executor, once everything has a slot."""
+        """Return the spans for the executor. Requires: every sequence has a slot."""
         return [Span(s.slot, start, end, self._ending(s) if end == s.prompt_length else ()) for s, start, end in parts]
 
     def _ending(self, sequence: Sequence) -> tuple[int, ...]:
@@ -92,8 +92,8 @@ class Turn:
         return (sequence.slot, *[twin.slot for twin in self.twins.get(id(sequence), ())])
 
     def parts(self) -> list[tuple[int, bool]]:
-        """How many steps are taken before each report, and whether it is the last. A first token that somebody waits
-        for has a report of its own."""
+        """Return the steps before each report, and whether it is the last. A first token that a reader waits for has
+        its own report."""
         if self.steps and any(s.followed for s in self.begun):
             return [(0, False), (self.steps, True)]
         if self.steps > 2 * LAST_STEPS and self.steps * len(self.running) >= MANY_TOKENS:
@@ -102,18 +102,18 @@ class Turn:
 
     @property
     def followed(self) -> bool:
-        """Whether some of its tokens are wanted as they come."""
+        """Whether a reader wants some of its tokens as they come."""
         return any(s.followed for s in self.reported)
 
     def begin(self) -> None:
-        """All prompts are planned: each that ends brings a token."""
+        """Note the sequences whose prompt ends in this turn: each gets a token. Requires: all prompts are planned."""
         self.begun = [s for s, _, end in (*self.first, *self.second) if end == s.prompt_length]
         self.begun += [t for twins in self.twins.values() for t in twins]
         for sequence in self.begun:
             sequence.ahead += 1
 
     def decode(self, running: list[Sequence], steps: int) -> None:
-        """These take so many steps, and the turn is complete."""
+        """Add `steps` steps of these sequences; the turn is complete then."""
         self.running, self.steps = running, steps
         for sequence in running:
             sequence.ahead += steps
@@ -122,7 +122,7 @@ class Turn:
             sequence.chunks += 1
 
     def landed(self) -> None:
-        """What it brought is known."""
+        """Note that the host knows the turn's tokens."""
         for sequence in self.begun:
             sequence.ahead -= 1
         for sequence in self.running:
@@ -130,8 +130,8 @@ class Turn:
 
 
 class Scheduler:
-    """Waiting, running, and what to do next. `overlaps` says that the device computes while the host looks at what has
-    come already: then those who run go on in a turn that brings others their first tokens."""
+    """Keeps waiting and running sequences and plans turns. `overlaps`: the device computes while the host publishes;
+    then running sequences go on in a turn that brings others their first tokens."""
 
     def __init__(
         self, slots: int, *, prompt_tokens: int, chunk: int, most_steps: int, crowd: int, overlaps: bool = False
@@ -142,11 +142,11 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """They wait for slots, in this order."""
+        """Append sequences to the queue."""
         self.waiting.extend(sequences)
 
     def sweep(self) -> list[Sequence]:
-        """Forget what has ended; what had a slot comes back, to be released."""
+        """Forget sequences that have ended, and return those that had a slot, which the caller releases."""
         if any(s.ended for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if not s.ended)
         gone = [s for s in self.running if s.ended]
@@ -159,8 +159,8 @@ class Scheduler:
         return gone
 
     def plan(self, wasteful: Callable[[list[Sequence]], bool]) -> Turn | None:
-        """The next turn, of what has been swept; None if there is nothing to do. `wasteful` says whether some of these
-        sequences may end without the launch noticing, so that steps would be taken for nothing."""
+        """Return the next turn, or None if there is nothing to do. `wasteful` says whether some of these sequences may
+        end unnoticed by the launch, so that steps would be wasted. Requires: `sweep` was called."""
         turn, budget = Turn(), self.prompt_tokens
         for sequence in self.running:
             if sequence.filled < sequence.prompt_length and budget > 0:
@@ -174,12 +174,13 @@ class Scheduler:
         turn.begin()
         running = [s for s in self.running if s.filled == s.prompt_length and s.steps_left > 0]
         if any(s.followed for s in turn.begun) and not (self.overlaps and any(s.chunks for s in running)):
-            running = []  # a first token that somebody waits for does not wait for more, unless that costs others
+            running = []  # a first token with a reader does not wait for steps, unless that would delay other streams
         turn.decode(running, self._steps(running, wasteful) if running else 0)
         return turn if turn.admitted or turn.first or turn.second or turn.running else None
 
     def _admit(self, turn: Turn, sequence: Sequence, budget: int) -> int | None:
-        """Rows that it adds to the turn; None if it has to wait for another to have run their prefix."""
+        """Admit a sequence; return the rows that it adds to the turn, or None if it must wait until another has run its
+        prefix."""
         target, prefix = turn.first, next((p for p in sequence.prefixes if p.holders), None)
         if prefix is not None:
             holder = prefix.holders[0]
@@ -215,7 +216,8 @@ class Scheduler:
         return rows
 
     def _steps(self, running: list[Sequence], wasteful: Callable[[list[Sequence]], bool]) -> int:
-        """Few while something waits or is followed; else as many as the first to end has left, if none is wasted."""
+        """Few steps while a sequence waits or a reader follows; else as many as the first to end has left, if none is
+        wasted."""
         left = [s.steps_left for s in running]
         if self.waiting or any(s.filled < s.prompt_length for s in self.running):
             return min(STEPS_WHILE_WAITING, self.most_steps, max(left))

@@ -1,4 +1,4 @@
-"""`Stream`: what `LLM.stream` returns, pieces of text while they are written."""
+"""`Stream`, the result of `LLM.stream`: pieces of text as they are generated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Pieces of text while they are written; `completion` holds the whole once it is finished."""
+    """Pieces of text as they are generated; `completion` is set when the text is complete."""
 
     def __init__(self, llm: LLM, job: Job, text: Text, given: str | None):
         self.completion: Completion | None = None
@@ -26,7 +26,7 @@ class Stream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Stop early."""
+        """End the generation now; the slot is freed."""
         self._pieces.close()
 
     def _run(self, llm: LLM, job: Job, text: Text, given: str | None) -> Generator[str, None, None]:

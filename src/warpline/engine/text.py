@@ -1,4 +1,4 @@
-"""From token ids to text: chunk by chunk where somebody reads along or a stop text may come, else all at once, and
+"""Decodes token ids to text, chunk by chunk if a reader follows or a stop text may come, else all at once; and
 `Completion`, the result."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from warpline.model.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from warpline.engine.job import Job
 
-#: Texts from which on putting their bytes together at once is quicker than one by one.
+#: Number of texts from which on joining their bytes together is faster than one by one.
 FEW_TEXTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token's log-probability under the model, and the likeliest tokens at its place."""
+    """A generated token's log-probability, and the likeliest tokens at its position."""
 
     token_id: int
     logprob: float
@@ -32,8 +32,8 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Timings:
-    """What a call took; shared by all of its completions. Counts launches that served it, other calls' sequences in
-    them included."""
+    """Time and counts of a call, shared by all of its completions. Launches count with all of their sequences, those of
+    other calls included."""
 
     config: ModelConfig
     dtype: str
@@ -42,17 +42,16 @@ class Timings:
     decode_seconds: float = 0.0
     #: Steps after the first token: passes over the weights.
     decode_steps: int = 0
-    #: Sequences of every step, added up; drafts of further tokens that were run with them, and how many were right.
+    #: Sequences per step, summed over the steps; draft tokens that were run with them, and how many were right.
     lane_steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    #: Of launches the sequences' lengths before them, how many steps they took, and whether codes of the LM head were
-    #: enough.
+    #: For each launch: the sequences' lengths before it, its steps, and whether codes of the LM head were enough.
     moved: list[tuple[list[int], int, bool]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """Prompt to last token."""
+        """Seconds from the prompt to the last token."""
         return self.prefill_seconds + self.decode_seconds
 
     @property
@@ -67,7 +66,7 @@ class Timings:
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """What a sequence got of a step, 1 without drafts; None if there were no steps."""
+        """Tokens per sequence and step, 1 without drafts; None if there were no steps."""
         return 1 + self.accepted / self.lane_steps if self.lane_steps else None
 
     @property
@@ -78,14 +77,14 @@ class Timings:
 
 @dataclass(kw_only=True, eq=False)
 class Completion:
-    """One generated text. What of its prompt takes time to make is made when it is asked for.
+    """One generated text. The prompt's text and tokens are made when they are first read.
 
     Args:
         text: The new text, without the prompt.
         token_ids: The new tokens.
         logprobs: One for each token, if `SamplingParams.logprobs` asked for them.
-        seed: With which the text can be made again.
-        timings: What the call took.
+        seed: The seed with which the same text is generated again.
+        timings: Seconds and counts of the call.
 
     Examples:
         >>> from warpline import LLM, SamplingParams
@@ -110,7 +109,7 @@ class Completion:
     #: Which of the prompt's n completions this is.
     index: int
     timings: Timings
-    given: str | None = field(repr=False)  # the prompt as it was given, a text or ids
+    given: str | None = field(repr=False)  # the prompt's text; None if token ids were given
     given_ids: np.ndarray = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
 
@@ -126,8 +125,8 @@ class Completion:
 
 
 class Texts:
-    """The texts of sequences that nobody reads before their end, made together, of what has come each time. Tokens are
-    put into the lists `arrays`, and taken out of them."""
+    """The texts of sequences without a reader, decoded together. Tokens are appended to the lists `arrays`, and removed
+    when they are decoded."""
 
     def __init__(self, tokenizer: Tokenizer, count: int):
         self._tokenizer = tokenizer
@@ -136,7 +135,7 @@ class Texts:
         self._together = count >= FEW_TEXTS and tokenizer.on_bytes
 
     def extend(self) -> None:
-        """Take in what has come since, if that is quicker than to wait for all."""
+        """Decode the tokens that have come since, if that is faster than decoding all at the end."""
         if not self._together:
             return
         new = [i for i, arrays in enumerate(self.arrays) if arrays]
@@ -145,7 +144,7 @@ class Texts:
             self._pieces[i].append(piece)
 
     def finish(self) -> list[str]:
-        """All of them."""
+        """Return all texts."""
         if not self._together:
             return [self._tokenizer.decode(_taken(arrays).tolist()) for arrays in self.arrays]
         self.extend()
@@ -166,18 +165,18 @@ class Text:
         self._tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
         self._decoder = tokenizer.stream()
         self._ids: list[int] = []
-        self._searchable = 0  # a stop text counts from this character on: what came before min_tokens is safe
+        self._searchable = 0  # stop texts count from this character on; what came before min_tokens may contain them
         self._released = 0  # characters already handed out
         self._longest = max(map(len, stops), default=0)
         self.cut = False  # whether a stop text has ended it
 
     def extend(self, ids: Sequence[int]) -> int | None:
-        """Take in the next tokens. If a stop text is among them, the text ends before it, and the number of tokens up
-        to the one that completed it comes back."""
+        """Append the next tokens. If they complete a stop text, the text ends before it, and the number of tokens up to
+        the one that completed it is returned; else None."""
         if not self._stops:
             self.text += self._decoder.extend(ids)
             return None
-        text = self.text  # which others may read: they must not see a stop text
+        text = self.text  # a local copy: readers must not see a stop text
         safe = max(0, min(len(ids), self._min_tokens - 1 - len(self._ids)))
         if safe:
             text += self._decoder.extend(ids[:safe])
@@ -191,7 +190,7 @@ class Text:
         return None
 
     def _cut(self) -> int:
-        """Token by token from the beginning, to see with which the stop text was there."""
+        """Decode token by token from the beginning, to find the token that completed the stop text."""
         decoder, text = self._tokenizer.stream(), ""
         for count, token in enumerate(self._ids, 1):
             text += decoder.push(token)
@@ -203,7 +202,7 @@ class Text:
         raise AssertionError("a stop text that was found is gone")
 
     def finish(self) -> str:
-        """The whole text; no more tokens come, and an unfinished character becomes U+FFFD."""
+        """Return the whole text; no more tokens come, and an incomplete character becomes U+FFFD."""
         if not self.cut:
             self.text += self._decoder.flush()
         return self.text
@@ -217,7 +216,7 @@ class Text:
         return len(self.text) - max((_overlap(self.text, stop) for stop in self._stops), default=0)
 
     def release(self, *, ended: bool) -> str:
-        """Text not handed out before; a tail that may become a stop text is kept back until it is clear."""
+        """Return text not handed out before. A tail that may become a stop text is held back until it is decided."""
         end = len(self.text) if ended else self._clear_end()
         piece = self.text[self._released : end]
         self._released = max(self._released, end)
@@ -225,7 +224,7 @@ class Text:
 
 
 def watched(job: Job, tokenizer: Tokenizer, eos: int | None) -> Text:
-    """Have a job's text made as its tokens come, and ended at a stop text."""
+    """Make a job's text as its tokens come, and end it at a stop text."""
     params = job.request.params
     text = Text(tokenizer, params.stops, params.min_tokens)
     last = None if params.ignore_eos else eos
@@ -238,7 +237,7 @@ def watched(job: Job, tokenizer: Tokenizer, eos: int | None) -> Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` could begin."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,1 +1,1 @@
-"""What runs on the GPU: CUDA C++ compiled at run time, and the catalog that describes it."""
+"""Kernels: CUDA C++ compiled at run time, the CPU code compiled by numba, and the catalog that describes the ops."""

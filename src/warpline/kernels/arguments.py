@@ -1,4 +1,4 @@
-"""What a kernel takes: buffers and numbers, and how the device declares them."""
+"""The arguments of a kernel: buffers and numbers, and their declarations in device code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Dims = Mapping[str, int]
 
-#: Element types in CUDA C++: the storage types, and what else a buffer may hold.
+#: Element types in CUDA C++: the storage types, and the other types that a buffer may hold.
 CUDA_TYPES = {
     "fp32": "float",
     "fp16": "__half",
@@ -30,35 +30,36 @@ ELEMENT_BYTES = {**DTYPE_BYTES, "int8": 1, "int32": 4, "int64": 8, "bool": 1}
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What a buffer holds: its element type, and what a test may put there. Plain numbers of the storage type unless
-    it says otherwise."""
+    """The contents of a buffer: its element type, and the values that a test puts there. By default normally
+    distributed values of the storage type."""
 
     #: Element type, or None for the storage type of the variant.
     element: str | None = None
-    #: Integers from `lowest` to the extent of a dimension, inclusive where `lowest` is 1 (counts), else exclusive.
+    #: Integers from `lowest` to the extent of this dimension, inclusive where `lowest` is 1 (counts), else exclusive.
     upto: str | None = None
     lowest: int = 0
-    #: Whether a test takes them as they are: what follows from them in steps, as codes do, is not moved by rounding.
+    #: Whether a test perturbs none of them: results such as codes are steps of the input, which rounding does not
+    #: shift.
     exact: bool = False
     #: Floats between two bounds instead of normally distributed ones.
     between: tuple[float, float] | None = None
-    #: Where no range says it: a function of the dimensions and, under their names, the tunables, which draws with a
-    #: generator of the CPU, or, asked for all that there may be, makes the largest and most regular case.
+    #: For other cases: a function of the dimensions and the tunables (by name), a CPU generator, and whether to make
+    #: the largest and most regular case.
     made: Callable[[Dims, torch.Generator, bool], Tensor] | None = None
 
 
 def index_into(dimension: str) -> Values:
-    """Indices into a dimension."""
+    """Return values that are indices into a dimension."""
     return Values("int64", upto=dimension)
 
 
 def count_of(dimension: str) -> Values:
-    """How many of a dimension's entries count, at least one."""
+    """Return values that are counts: at least 1, at most the extent of a dimension."""
     return Values("int64", upto=dimension, lowest=1)
 
 
 def distinct(count: str, dimension: str) -> Values:
-    """So many indices into a dimension, no two the same."""
+    """Return values that are `count` different indices into a dimension."""
 
     def made(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
         import torch
@@ -69,13 +70,13 @@ def distinct(count: str, dimension: str) -> Values:
 
 
 def between(low: float, high: float) -> Values:
-    """float32 numbers between two bounds, whatever the storage type."""
+    """Return float32 values between two bounds, whatever the storage type."""
     return Values("fp32", between=(low, high))
 
 
 def often(value: float, low: float, high: float, shape: str) -> Values:
-    """As `between`, but about half of them are `value`: the case that a kernel may treat as a special one. The largest
-    case of all, which is timed, has none of these."""
+    """Like `between`, but about half of the values are `value`, which a kernel may treat as a special case. The largest
+    case, which is timed, has none of them."""
 
     def made(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
         import torch
@@ -89,7 +90,7 @@ def often(value: float, low: float, high: float, shape: str) -> Values:
 
 
 STORAGE = Values()
-#: Of the storage type, to be rounded to codes (codes.py).
+#: Values of the storage type that will be rounded to codes (codes.py).
 TO_CODES = Values(exact=True)
 FLOAT = Values("fp32")
 HALF = Values("fp16")
@@ -97,50 +98,53 @@ BITS = Values("int32")
 LONG_BITS = Values("int64")
 FLAG = Values("bool")
 CODES = Values("int8")
-#: Of codes; such that what they stand for is of the size of plain test numbers.
+#: Scales of codes, chosen so that codes * scale is as large as other test values.
 SCALES = between(0.0, 0.03)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A tensor argument; `dims` names its extents, or states them."""
+    """A tensor argument; `dims` are its extents, by name or as numbers."""
 
     name: str
     dims: tuple[str, ...]
     #: "input", "output", "updated" (an input that the op changes in part), "constant" (an input that is copied into the
-    #: module's constant memory), or "scratch": zero at first, left zero where it counts, otherwise any value.
+    #: module's constant memory), or "scratch": zeros before the first launch. Counters in it are left at zero, the rest
+    #: may hold anything.
     role: str = "input"
     holds: Values = STORAGE
-    #: The extents of what an op touches of it, if that may be less than all: rows that are looked up, say.
+    #: The extents of what an op reads or writes, if that may be less than all: the rows that are looked up, for
+    #: example.
     touched: tuple[str, ...] | None = None
     #: Four dimensions, of which all but the last may be strided: the device gets a View instead of a pointer.
     strided: bool = False
-    #: The tunable that says how many rows a tile has, where the hardware copies tiles: the device gets a TensorMap.
+    #: The tunable with the number of rows per tile, where hardware copies tiles: the device gets a TensorMap.
     tiled_by: str | None = None
-    #: Whether it may lie in pinned memory of the host: what a launch reads or writes once need not be copied.
+    #: Whether it may lie in the host's pinned memory, so that data used once by a launch need not be copied.
     pinned: bool = False
 
     def shape(self, dims: Dims) -> tuple[int, ...]:
-        """Its extents for given dimensions."""
+        """Return its extents for the given dimensions."""
         return tuple(extent_of(name, dims) for name in self.dims)
 
     def element(self, dtype: str) -> str:
-        """Name of its element type, in a variant that stores `dtype`."""
+        """Return the name of its element type in a variant that stores `dtype`."""
         return self.holds.element or dtype
 
     def bytes(self, dims: Dims, dtype: str) -> int:
-        """What a kernel moves of it: what it touches, once, even if it asks for it twice."""
+        """Return the bytes that a kernel must move: what it touches, counted once even if it is read twice."""
         touched = (extent_of(name, dims) for name in self.touched or self.dims)
         return min(math.prod(self.shape(dims)), math.prod(touched)) * ELEMENT_BYTES[self.element(dtype)]
 
     def definition(self, dtype: str, dims: Dims) -> str:
-        """The constant memory that holds it."""
+        """Return the declaration of the constant memory that holds it."""
         kind, count = CUDA_TYPES[self.element(dtype)], math.prod(self.shape(dims))
         return f"__constant__ __align__(16) {kind} {self.name}[{count}];"
 
     def declaration(self, dtype: str, *, overlapping: bool) -> str:
-        """The kernel parameter. What is promised to be nobody else's is read at any time: there is no promise about
-        scratch, which other blocks write, nor in a launch that begins before the one ahead of it has written."""
+        """Return the declaration of the kernel parameter. With __restrict__ the compiler may read an input at any time.
+        So scratch, which other blocks write, has none, and neither has an overlapping launch, which begins before the
+        preceding one has written."""
         kind = CUDA_TYPES[self.element(dtype)]
         if self.strided:
             return f"const warpline::View<{kind}> {self.name}"
@@ -151,7 +155,7 @@ class Buffer:
 
 
 def extent_of(name: str, dims: Dims) -> int:
-    """Of a dimension that is named, stated, or follows from one: "rows", "1", "depth+2", "columns/8"."""
+    """Return the extent of a name: a dimension, a number, or a formula such as "depth+2" or "columns/8"."""
     base, _, divisor = name.partition("/")
     base, _, more = base.partition("+")
     return (int(base) if base.isdigit() else dims[base]) // int(divisor or 1) + int(more or 0)
@@ -159,7 +163,7 @@ def extent_of(name: str, dims: Dims) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number argument: a dimension or tunable of that name, or a number of its own with its usual value."""
+    """A number argument: a dimension or tunable of that name, or a value of its own with a default."""
 
     name: str
     default: float | Callable[[Dims], float] | None = None
@@ -177,19 +181,19 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """An argument of the device function that this op does without, and what is passed in its place."""
+    """An argument of the device function that this op does not use, and the expression passed instead."""
 
     name: str
     value: str = "nullptr"
 
 
 def reads(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
-    """An input, its dimensions named in one string."""
+    """Return an input buffer; `dims` and `touched` are names separated by spaces."""
     return Buffer(name, tuple(dims.split()), holds=holds, touched=None if touched is None else tuple(touched.split()))
 
 
 def matrix(name: str, dims: str, *, coded: bool, touched: str | None = None) -> tuple[Buffer, Buffer | Absent]:
-    """A matrix and, where it is int8 codes, the scale of each of its rows."""
+    """Return a matrix and, if it is `coded` (int8 codes), the scale of each of its rows."""
     if not coded:
         return reads(name, dims, touched=touched), Absent("scale")
     rows = dims.split()[0]
@@ -198,33 +202,33 @@ def matrix(name: str, dims: str, *, coded: bool, touched: str | None = None) -> 
 
 
 def pinned(buffer: Buffer) -> Buffer:
-    """The same, but it may lie in pinned memory of the host."""
+    """Return the same buffer, allowed to lie in the host's pinned memory."""
     return replace(buffer, pinned=True)
 
 
 def tiles(name: str, dims: str, rows: str) -> Buffer:
-    """A matrix that is read in tiles of so many rows."""
+    """Return an input matrix that is read in tiles; the tunable `rows` is the number of rows per tile."""
     return Buffer(name, tuple(dims.split()), tiled_by=rows)
 
 
 def views(name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None) -> Buffer:
-    """An input that may be strided."""
+    """Return an input that may be strided."""
     return replace(reads(name, dims, holds, touched=touched), strided=True)
 
 
 def updates(
     name: str, dims: str, holds: Values = STORAGE, *, touched: str | None = None, strided: bool = False
 ) -> Buffer:
-    """An input of which the op changes a part."""
+    """Return an input of which the op changes a part."""
     parts = None if touched is None else tuple(touched.split())
     return Buffer(name, tuple(dims.split()), "updated", holds, parts, strided)
 
 
 def writes(name: str, dims: str, holds: Values = STORAGE) -> Buffer:
-    """An output."""
+    """Return an output buffer."""
     return Buffer(name, tuple(dims.split()), "output", holds)
 
 
 def scratch(name: str, dims: str, holds: Values = FLOAT) -> Buffer:
-    """Working memory; its dimensions may be tunables."""
+    """Return working memory; its dimensions may be tunables."""
     return Buffer(name, tuple(dims.split()), "scratch", holds)

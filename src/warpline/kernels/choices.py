@@ -1,7 +1,8 @@
-"""Tunables that a sweep found best, by GPU, kernel, dtype, shape class and source: the user's own before the shipped.
+"""Stored best tunables, by GPU, kernel, dtype, shape class and source; the user's take precedence over the shipped
+ones.
 
-`launch.Call` asks here before it takes a spec's default. A choice made for other code than there is now is not used.
-Files are read once in a process, so that the same op does the same from its beginning to its end.
+`launch.Call` asks here before it uses a spec's default. A choice made for other code than the present is not used.
+Files are read once per process, so that an op uses the same tunables all the time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from warpline.kernels.spec import KernelSpec, Tunables
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "data" / "choices"
-#: Where a choice comes from: timed on that GPU, or the compiler's report and a model of it.
+#: Source of a choice: timed on that GPU, or projected by a model from the compiler's report.
 MEASURED, PROJECTED = "measured", "projected"
 
 #: Kernel, dtype, shape class.
@@ -33,31 +34,31 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is best for one kernel, dtype and shape class on one GPU."""
+    """The best tunables for one kernel, dtype and shape class on one GPU."""
 
     kernel: str
     dtype: str
     shape: str
     digest: str
-    tunables: dict[str, int] | None  # None: the default was confirmed
+    tunables: dict[str, int] | None  # None: the default is best
     basis: str = MEASURED
 
     @property
     def key(self) -> Key:
-        """What it is the choice for."""
+        """The kernel, dtype and shape class that it is for."""
         return self.kernel, self.dtype, self.shape
 
     @property
     def is_stale(self) -> bool:
-        """Whether it was made for other code than there is now."""
+        """Whether the code has changed since the choice was made."""
         spec = CATALOG.get(self.kernel)
         return spec is None or header_digest(spec.header) != self.digest
 
 
 def shape_class(spec: KernelSpec, dims: Dims) -> str:
-    """Shapes that share a choice: what is compiled in exactly, other extents up to the same power of two. Extents of
-    which only an index speaks (a vocabulary that is looked up, the slots beside those of a batch) say nothing about
-    speed."""
+    """Return a name for the shapes that share a choice: compiled-in extents exactly, others up to the next power of
+    two. Extents that only an index uses (a vocabulary that is looked up, the slots beyond a batch) do not affect speed
+    and are left out."""
     counted = {
         name
         for buffer in spec.inputs + spec.outputs
@@ -74,7 +75,8 @@ def shape_class(spec: KernelSpec, dims: Dims) -> str:
 
 
 def stored(spec: KernelSpec, dtype: str, dims: Dims, gpu: str) -> Tunables | None:
-    """The tunables to use on `gpu`, or None for the default: there is no choice, it is stale, or it does not fit."""
+    """Return the tunables to use on `gpu`, or None for the default: there is no choice, it is stale, or it does not
+    fit."""
     choice = _current(gpu).get((spec.name, dtype, shape_class(spec, dims)))
     if choice is None or choice.tunables is None or not fits(spec, dtype, dims, choice.tunables):
         return None
@@ -82,7 +84,7 @@ def stored(spec: KernelSpec, dtype: str, dims: Dims, gpu: str) -> Tunables | Non
 
 
 def fits(spec: KernelSpec, dtype: str, dims: Dims, tunables: Tunables) -> bool:
-    """Whether the spec has these tunables, for such dimensions."""
+    """Whether the spec allows these tunables for these dimensions."""
     known = tunables.keys() == spec.tunables.keys()
     known = known and all(tunables[name] in values for name, values in spec.tunables.items())
     return known and spec.allows(dims, tunables, dtype)
@@ -90,34 +92,34 @@ def fits(spec: KernelSpec, dtype: str, dims: Dims, tunables: Tunables) -> bool:
 
 @functools.cache
 def _current(gpu: str) -> Mapping[Key, Choice]:
-    """What is valid now, the user's own before the shipped."""
+    """Return the valid choices; the user's replace the shipped ones."""
     layers = (read(shipped_file(gpu), gpu), read(user_file(gpu), gpu))
     return {choice.key: choice for layer in layers for choice in layer if not choice.is_stale}
 
 
 def forget() -> None:
-    """Read the files again at the next question."""
+    """Drop the cached choices, so that the files are read again."""
     _current.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How many choices there are for a GPU, and where the user's are kept."""
+    """The number of choices for a GPU, and the user's file."""
 
     gpu: str
-    swept: int  # by the user, and valid
+    swept: int  # by the user, valid
     shipped: int  # valid, and not replaced by the user's
-    projected: int  # of those shipped, how many nobody has timed
+    projected: int  # of those shipped, how many were not timed
     stale: int
     file: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return asdict(self)
 
 
 def summary(gpu: str) -> Summary:
-    """What is stored for `gpu`."""
+    """Count the choices stored for `gpu`."""
     mine, theirs = read(user_file(gpu), gpu), read(shipped_file(gpu), gpu)
     own = {choice.key for choice in mine if not choice.is_stale}
     shipped = [choice for choice in theirs if not choice.is_stale and choice.key not in own]
@@ -135,17 +137,17 @@ def summary(gpu: str) -> Summary:
 
 
 def user_file(gpu: str) -> Path:
-    """Where the user's choices for `gpu` are."""
+    """Return the path of the user's choices for `gpu`."""
     return cache_dir() / "choices" / f"{store.slug(gpu)}.json"
 
 
 def shipped_file(gpu: str) -> Path:
-    """Where the package has its choices for `gpu`, if it has any."""
+    """Return the path of the shipped choices for `gpu`; the file may not exist."""
     return SHIPPED / f"{store.slug(gpu)}.json"
 
 
 def read(path: Path, gpu: str) -> list[Choice]:
-    """The choices in a file; one that is not there has none, and of a damaged one it is said."""
+    """Return the choices in a file: none if it does not exist; none and a warning if it is damaged."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         found = [Choice(**entry) for entry in raw["choices"]]
@@ -166,12 +168,13 @@ def _is_whole(choice: Choice) -> bool:
 
 
 def text(gpu: str, choices: Iterable[Choice]) -> str:
-    """A file's contents: a line for each choice, in order, so that a change of one is a change of one line."""
+    """Return the contents of a choices file: one sorted line per choice, so that diffs are small."""
     lines = [json.dumps(asdict(choice)) for choice in sorted(choices, key=lambda choice: choice.key)]
     return f'{{"gpu": {json.dumps(gpu)}, "choices": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def remember(gpu: str, new: Iterable[Choice]) -> Path:
-    """Add choices to the user's, in place of older ones for the same; two sweeps at once lose nothing of each other."""
+    """Add choices to the user's file, replacing older ones with the same key. Concurrent sweeps keep each other's
+    choices."""
     path = user_file(gpu)
     return store.update(path, lambda: text(gpu, {one.key: one for one in (*read(path, gpu), *new)}.values()))

@@ -1,8 +1,8 @@
-"""A program becomes machine code: translation unit → NVRTC → cubin, kept on disk.
+"""Compiles a program to machine code: translation unit → NVRTC → cubin, kept on disk.
 
-Needs NVRTC and two CUDA headers, all from pip packages, and neither GPU, toolkit nor host compiler. The cache key
-covers everything that can change the result; an entry is written beside its place and renamed into it, so that
-another process sees all of it or nothing, and a damaged one is noticed by its digest and made anew.
+Needs NVRTC and two CUDA headers, all from pip packages; no GPU, toolkit or host compiler. The cache key covers
+everything that can change the result. An entry is written to a temporary file and renamed, so another process sees
+either all of it or nothing; a damaged entry is detected by its digest and compiled again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warpline.hardware import cache_dir
 from warpline.progress import progress
 
 SOURCE = Path(__file__).parent / "cuda"
-#: NVRTC's own cache would leave out the assembler's report; ours keeps it.
+#: NVRTC's own cache would omit the assembler's report; ours keeps it.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--no-cache")
 _COMMENT = re.compile(r"\s*//[^\n]*")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -37,7 +37,7 @@ _warned = threading.Event()
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the assembler says of a kernel; None where it only made PTX."""
+    """The assembler's report on a kernel; None where only PTX was made."""
 
     registers: int | None
     shared_bytes: int | None
@@ -48,22 +48,22 @@ class Report:
 
 
 class Program(Protocol):
-    """Something to compile: a variant of an op, or the persistent decode kernel."""
+    """A program to compile: a variant of an op, or the persistent decode kernel."""
 
     @property
     def name(self) -> str:
-        """What its file in the cache is called after."""
+        """The first part of its file name in the cache."""
 
     @property
     def label(self) -> str:
-        """For people."""
+        """A readable description, for messages."""
 
     @property
     def entry(self) -> str:
         """The kernel's name."""
 
     def translation_unit(self) -> str:
-        """The CUDA C++, with one kernel in it."""
+        """Return the CUDA C++ source, with one kernel in it."""
 
 
 P = TypeVar("P", bound=Program)
@@ -80,7 +80,7 @@ class Binary(Generic[P]):
 
 
 def compile_one(program: P, arch: str) -> Binary[P]:
-    """From the cache, or compiled now."""
+    """Return the binary of a program, from the cache or compiled now."""
     unit = program.translation_unit()
     path = cache_dir() / "kernels" / f"{program.name}-{_key(unit, arch)}.bin"
     stored = _load(path)
@@ -94,7 +94,7 @@ def compile_one(program: P, arch: str) -> Binary[P]:
 
 
 def compile_many(jobs: Sequence[tuple[P, str]]) -> list[Binary[P]]:
-    """Several at once, on all cores, with a progress bar if it takes long."""
+    """Compile (program, arch) pairs on all cores, with a progress bar if it takes long."""
     with progress("Compiling kernels", len(jobs)) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(compile_one, program, arch) for program, arch in jobs]
         results = []
@@ -116,12 +116,12 @@ def _key(unit: str, arch: str) -> str:
 
 
 def _target(arch: str) -> str:
-    """What NVRTC is to compile for: with the instructions that one generation has and later ones lack."""
+    """Return NVRTC's target: sm_90a for sm_90, which includes the instructions that only this generation has."""
     return f"{arch}a" if arch == "sm_90" else arch
 
 
 def _own_headers(unit: str) -> list[str]:
-    """Contents of every header of ours that `unit` includes, directly or not."""
+    """Return the contents of every own header that `unit` includes, directly or not."""
     texts: dict[str, str] = {}
     waiting = _INCLUDE.findall(unit)
     while waiting:
@@ -134,7 +134,8 @@ def _own_headers(unit: str) -> list[str]:
 
 @functools.cache
 def header_digest(header: str) -> str:
-    """Digest of a header of ours and of those it includes, without comments: measurements hold for this code."""
+    """Return the digest of one of our headers and of those it includes, without comments: measurements hold for this
+    code."""
     digest = hashlib.sha256()
     for text in _own_headers(f'#include "{header}"'):
         digest.update(_COMMENT.sub("", text).encode() + b"\0")
@@ -168,7 +169,7 @@ def _store(path: Path, code: bytes, report: Report) -> None:
         partial.replace(path)
     except OSError as error:
         partial_left = _remove(partial)
-        if not _warned.is_set():  # once is enough: the kernel works, it will only be compiled again next time
+        if not _warned.is_set():  # warn once: the kernel works, but is compiled again next time
             _warned.set()
             logger.warning(
                 "compiled kernels cannot be kept in %s (%s%s): set WARPLINE_CACHE_DIR to a writable folder",
@@ -199,7 +200,7 @@ def _bindings() -> Any:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Version of the compiler, "13.0"."""
+    """Return the version of the compiler, such as "13.0"."""
     nvrtc = _bindings()
     try:
         status, major, minor = nvrtc.nvrtcVersion()
@@ -212,7 +213,8 @@ def nvrtc_version() -> str:
 
 @functools.cache
 def _include_folder() -> Path:
-    """Where cuda_fp16.h is: the runtime's package or a toolkit, else the headers that NVRTC 13.3 and newer bring."""
+    """Return the folder of cuda_fp16.h: the runtime's package or a toolkit, else the headers that NVRTC 13.3 and newer
+    bring."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     found = find_nvidia_header_directory("cudart")
@@ -224,7 +226,7 @@ def _include_folder() -> Path:
             "cuda_fp16.h was not found: pip install nvidia-cuda-runtime, or nvidia-cuda-nvrtc 13.3 or newer"
         )
     folder = cache_dir() / "nvrtc-headers" / nvrtc_version()
-    if not (folder / ".nvrtc_headers_version").exists():  # the last thing that NVRTC writes
+    if not (folder / ".nvrtc_headers_version").exists():  # NVRTC writes this file last
         status, *_ = nvrtc.nvrtcInstallBundledHeaders(str(folder).encode(), 0)
         _check(nvrtc, status, f"installing its headers into {folder}: set WARPLINE_CACHE_DIR to a writable folder")
     return folder
@@ -232,7 +234,7 @@ def _include_folder() -> Path:
 
 @functools.cache
 def _cuda_headers() -> tuple[str, ...]:
-    """Digests of the CUDA headers that kernels may include; older toolkits split them into .h and .hpp."""
+    """Return digests of the CUDA headers that kernels may include; older toolkits split them into .h and .hpp."""
     paths = sorted(path for name in ("cuda_fp16.h*", "cuda_bf16.h*") for path in _include_folder().glob(name))
     return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
 

@@ -1,4 +1,4 @@
-"""The CUDA driver: what a turn of the engine asks of it, and what its refusals mean."""
+"""The CUDA driver: the calls that an engine turn needs, and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from warpline.kernels.compile import nvrtc_version
 
 @functools.cache
 def driver() -> Any:
-    """Its bindings, which a machine without a GPU may not have."""
+    """Return the driver's bindings, which a machine without a GPU may lack."""
     from cuda.bindings import driver as bindings
 
     return bindings
 
 
 def current_stream(device: int) -> int:
-    """The handle of torch's current stream; asking for the stream itself takes ten times as long."""
+    """Return the handle of torch's current stream; creating the stream object takes ten times as long."""
     handle: int = torch._C._cuda_getCurrentRawStream(device)
     return handle
 
 
 def upload(target: Tensor, source: Tensor) -> None:
-    """Enqueue a copy from pinned memory to a GPU on torch's current stream; both are contiguous and of one size. It
-    takes the host half as long as `copy_`, and may be captured."""
+    """Enqueue a copy from pinned memory to a GPU on torch's current stream. It takes the host half as long as `copy_`,
+    and may be captured. Requires: both tensors are contiguous and of the same size."""
     stream = current_stream(target.device.index)
     (status,) = driver().cuMemcpyHtoDAsync(target.data_ptr(), source.data_ptr(), source.nbytes, stream)
     check(status, "copying to the GPU")
 
 
 def check(status: Any, doing: str) -> None:
-    """An error in one line, unless it is none."""
+    """Raise an error of one line unless `status` is success."""
     cuda = driver()
     result = cuda.CUresult
     if status == result.CUDA_SUCCESS:

@@ -44,13 +44,13 @@ class Module:
             check(status, f"loading {program.label} for {arch}")
             status, self._function = cuda.cuModuleGetFunction(self._module, program.entry.encode())
             check(status, f"finding {program.entry}")
-            if shared_bytes:  # beyond 48 KiB, static and dynamic together, a block only gets what was asked for
+            if shared_bytes:  # more than 48 KiB, static and dynamic together, must be requested
                 attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 (status,) = cuda.cuFuncSetAttribute(self._function, attribute, shared_bytes)
                 check(status, f"giving {program.label} {shared_bytes:,} bytes of shared memory")
 
     def read_int(self, name: str) -> int:
-        """A number that the program carries."""
+        """Return the value of an int variable of the program."""
         cuda = driver()
         status, address, _ = cuda.cuModuleGetGlobal(self._module, name.encode())
         check(status, f"finding {name}")
@@ -60,7 +60,7 @@ class Module:
         return value.value
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Enqueue a copy of `tensor` into memory that the program carries."""
+        """Enqueue a copy of `tensor` into a variable of the program."""
         cuda = driver()
         status, address, room = cuda.cuModuleGetGlobal(self._module, name.encode())
         check(status, f"finding {name}")
@@ -71,7 +71,7 @@ class Module:
         check(status, f"writing {name}")
 
     def require_cooperation(self, shape: Launch) -> None:
-        """Whether so many blocks can wait for one another; if not, say why."""
+        """Raise an error unless all blocks of the launch can run at the same time and wait for one another."""
         cuda = driver()
         kind = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH
         status, able = cuda.cuDeviceGetAttribute(kind, self.device)
@@ -85,7 +85,8 @@ class Module:
             )
 
     def resident_blocks(self, shape: Launch) -> int:
-        """Blocks of this shape that run at the same time on this GPU; in whole clusters, where the program has them."""
+        """Return how many blocks of this shape run at the same time on this GPU; whole clusters if the program has
+        them."""
         cuda = driver()
         if shape.cluster > 1:
             config = cuda.CUlaunchConfig()
@@ -104,8 +105,8 @@ class Module:
     def launch(
         self, shape: Launch, pointers: ctypes.Array[Any], *, cooperative: bool = False, overlapping: bool = False
     ) -> None:
-        """Enqueue one launch on torch's current stream; `pointers` lead to the arguments. A cooperative launch's blocks
-        run all at once; an overlapping launch may begin before the one ahead of it has ended."""
+        """Enqueue one launch on torch's current stream; `pointers` point to the arguments. The blocks of a cooperative
+        launch run at the same time; an overlapping launch may begin before the preceding one has ended."""
         cuda, stream = driver(), current_stream(self.device)
         sizes = (shape.grid, 1, 1, shape.block // shape.teams, shape.teams, 1, shape.shared_bytes, stream)
         at = ctypes.addressof(pointers)
@@ -119,7 +120,7 @@ class Module:
 
 
 class Arguments:
-    """What a kernel takes, packed as the driver wants it: every argument in words of its own, and pointers to them."""
+    """A kernel's packed arguments: each in 64-bit words of its own, and the pointers to them that the driver wants."""
 
     def __init__(self, words: Sequence[int], starts: Sequence[int]):
         self._words = (ctypes.c_uint64 * len(words))(*words)
@@ -133,13 +134,13 @@ class Kernel:
     def __init__(self, variant: Variant, device: int, arch: str):
         self._module = Module(variant, device, arch, variant.smallest_launch.shared_bytes)
         self._overlapping = variant.overlapping
-        self._held: dict[str, tuple[Any, int]] = {}  # what constant memory was filled from, and its version
+        self._held: dict[str, tuple[Any, int]] = {}  # the tensor last copied to constant memory, and its version
 
     def launch(self, shape: Launch, arguments: Arguments, constants: Mapping[str, Tensor]) -> None:
-        """Enqueue one launch; `constants` holds what is to be in constant memory."""
+        """Enqueue one launch; `constants` are the tensors for constant memory, by name."""
         for name, tensor in constants.items():
             held, version = self._held.get(name, (None, 0))
-            if held is not tensor or version != tensor._version:  # the same as last time need not travel again
+            if held is not tensor or version != tensor._version:  # not copied again if unchanged
                 self._module.write(name, tensor)
                 self._held[name] = tensor, tensor._version
         self._module.launch(shape, arguments.pointers, overlapping=self._overlapping)
@@ -147,24 +148,24 @@ class Kernel:
 
 @functools.cache
 def load(variant: Variant, device: int, arch: str) -> Kernel:
-    """The kernel, loaded once per device."""
+    """Return the kernel, loaded once per device."""
     return Kernel(variant, device, arch)
 
 
 def arch_of(device: int) -> str:
-    """sm_90 and the like."""
+    """Return the compute capability, such as sm_90."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 class Packing:
-    """Where every argument of a variant stands: the word of a number, or which tensor and whether with its strides."""
+    """The word layout of a variant's arguments: which tensor and whether with strides, or the value of a number."""
 
     def __init__(self, variant: Variant, numbers: Mapping[str, float]):
         spec = variant.spec
         places = {buffer.name: at for at, buffer in enumerate([*spec.inputs, *spec.outputs, *spec.scratches])}
-        self._places: list[tuple[int, bool, int]] = []  # tensor or -1, strided, word
-        self._tiles: dict[int, int] = {}  # rows of the tiles in which an argument is read
+        self._places: list[tuple[int, bool, int]] = []  # index of the tensor or -1, strided, word
+        self._tiles: dict[int, int] = {}  # rows per tile of arguments that are read in tiles
         self._starts: list[int] = []
         words = 0
         for argument in variant.parameters():
@@ -179,11 +180,11 @@ class Packing:
             else:
                 self._places.append((-1, False, _word(numbers[argument.name], is_int=argument.is_int)))
                 words += 1
-        #: Which tensors go into constant memory, by name.
+        #: Tensors to copy into constant memory: their indices by name.
         self.constants = {buffer.name: places[buffer.name] for buffer in variant.in_constant_memory}
 
     def pack(self, tensors: Sequence[Tensor]) -> Arguments:
-        """The arguments of a launch on inputs, outputs and scratch, in this order."""
+        """Pack the arguments of a launch; `tensors` are inputs, outputs and scratch, in this order."""
         words: list[int] = []
         for i, (at, strided, word) in enumerate(self._places):
             if i in self._tiles:
@@ -198,9 +199,10 @@ class Packing:
 def tunables_of(
     spec: KernelSpec, dtype: str, dims: Dims, device: int, arch: str | None = None, *, invariant: bool = False
 ) -> Tunables:
-    """What a launch takes on a device unless it is told: what a sweep found best there, or the default. A sweep's
-    choice is for a GPU's own code, so compiled for another `arch` it is the default; and it knows only speed, so
-    `invariant` launches have nothing to do with it."""
+    """Return the tunables that a launch uses on a device unless they are given: the stored best ones, or the default.
+
+    The default is used if `arch` is not the GPU's own, because choices were timed with its own code, and for
+    `invariant` launches, because choices consider speed only."""
     own = arch_of(device)
     asks = arch in (None, own) and not invariant
     found = choices.stored(spec, dtype, dims, torch.cuda.get_device_name(device)) if asks else None
@@ -208,11 +210,11 @@ def tunables_of(
 
 
 class Plan:
-    """One op on tensors of given layouts: checked, its variant and launch chosen, its arguments' places known. Tunables
-    that are not given are those that a sweep found best on this GPU, or the default's.
+    """One op for tensors of given layouts: checked, with variant, launch shape and argument layout. Tunables that are
+    not given are the stored best ones for this GPU, or the default.
 
-    Overlapping launches begin before the launch ahead of them has ended, where the GPU can. Invariant ones have
-    tunables with which a row's bits do not depend on how many rows there are.
+    Overlapping launches begin before the preceding one has ended, where the GPU can. Invariant ones use tunables with
+    which a row's bits do not depend on the number of rows.
     """
 
     def __init__(
@@ -252,25 +254,25 @@ class Plan:
 
     @property
     def program(self) -> tuple[Variant, str]:
-        """What is compiled for it, and for which GPU."""
+        """The variant to compile, and the arch."""
         return self._variant, self._target
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        """Loaded when it is asked for first."""
+        """The kernel, loaded at the first use."""
         return load(self._variant, self._device, self._target)
 
     def prepare(self) -> None:
-        """Load the kernel now, so that launching takes no longer the first time than later."""
+        """Load the kernel now, so that the first launch takes no longer than later ones."""
         if not self.empty:
             _ = self.kernel
 
     def outputs(self) -> list[Tensor]:
-        """Memory for them."""
+        """Allocate the outputs."""
         return [torch.empty(shape, dtype=kind, device=self._device) for shape, kind in self._results]
 
     def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
-        """A launch on tensors of the same layouts, to be called any number of times."""
+        """Return a function that launches the op on these tensors. Requires: they have the layouts of the plan."""
         if self.empty:
             return lambda: None
         working = [torch.zeros(shape, dtype=kind, device=self._device) for shape, kind in self._working]
@@ -297,7 +299,7 @@ def plan_for(
     numbers: Mapping[str, float | None] | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan for tensors of these layouts, made the first time. The layers of a model share one."""
+    """Return the plan for tensors of these layouts, made at the first use. The layers of a model share one."""
     layouts = [(t.shape, t.stride(), t.storage_offset() % 16, t.dtype, t.device) for t in inputs]
     named = [*(numbers or {}).items(), *(tunables or {}).items(), *options.items()]
     key = (spec, tunables is None, *layouts, *named)
@@ -318,7 +320,7 @@ class Call:
         plan = plan_for(spec, inputs, **options)
         self.program, self.prepare = plan.program, plan.prepare
         self.outputs = plan.outputs() if outputs is None else list(outputs)
-        #: Enqueues it.
+        #: Enqueues one launch.
         self.launch = plan.bind(inputs, self.outputs)
 
 
@@ -332,7 +334,7 @@ def run(
     **options: Any,
 ) -> list[Tensor]:
     """Run `spec` on CUDA tensors and return its outputs, which are allocated unless given. Options are those of `Plan`:
-    `arch` overrides what is compiled for (compute_75 runs the Turing path, as PTX, on a newer GPU).
+    `arch` overrides the target (compute_75 runs the Turing path, as PTX, on a newer GPU).
     """
     plan = plan_for(spec, inputs, tunables=tunables, numbers=numbers, **options)
     results = plan.outputs() if outputs is None else list(outputs)
@@ -341,13 +343,13 @@ def run(
 
 
 def forget() -> None:
-    """Make new plans, with the choices that are stored now."""
+    """Drop all plans and cached choices, so that those stored now are used."""
     choices.forget()
     _plans.clear()
 
 
 def _word(value: float, *, is_int: bool) -> int:
-    """A number as the first bytes of a word."""
+    """Return a number as the first four bytes of a word."""
     packed = struct.pack("<i", int(value)) if is_int else struct.pack("<f", float(value))
     return int.from_bytes(packed, "little")
 
@@ -364,7 +366,7 @@ def _require(spec: KernelSpec, buffer: Buffer, tensor: Tensor, kind: torch.dtype
 
 
 def _is_vectorised(tensor: Tensor) -> bool:
-    """Whether every row starts where vectors of the width that `vector_width` of common.cuh chooses may start."""
+    """Whether every row is aligned for the vector width that `vector_width` of common.cuh chooses."""
     size, columns = tensor.element_size(), tensor.shape[-1]
     width = next(w for w in (16 // size, 8 // size, 4 // size, 1) if w and columns % w == 0)
     starts = [
@@ -375,7 +377,7 @@ def _is_vectorised(tensor: Tensor) -> bool:
 
 
 def _overlapping(cuda: Any, sizes: Sequence[int]) -> Any:
-    """How such a launch is described."""
+    """Return the configuration of an overlapping launch."""
     config, attribute = cuda.CUlaunchConfig(), cuda.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:6]

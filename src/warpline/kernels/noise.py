@@ -1,5 +1,5 @@
-"""The noise of a draw: one contract, kept here in numpy and torch, and on the device by `noise_key` of ops/admit.cuh
-and `gumbel_noise` of ops/sample.cuh."""
+"""The noise of a draw, in numpy and torch. `noise_key` of ops/admit.cuh and `gumbel_noise` of ops/sample.cuh are the
+same functions on the device, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-#: An array of numpy's or a tensor, of 64-bit integers with a sign, which both let wrap around.
+#: A numpy array or a tensor of int64, both of which wrap around.
 A = TypeVar("A", "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", "Tensor")
 
 
 def splitmix(stream: A, at: A) -> A:
-    """Entry `at` of what splitmix64 makes of `stream`: 64 bits each."""
+    """Return entry `at` of the splitmix64 sequence of `stream`: 64 bits each."""
     z = stream + (at + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -22,7 +22,7 @@ def splitmix(stream: A, at: A) -> A:
 
 
 def _shifted(z: A, bits: int) -> A:
-    """To the right, with zeros from the left."""
+    """Logical right shift: zeros enter from the left."""
     return z >> bits & (1 << 64 - bits) - 1
 
 
@@ -31,8 +31,8 @@ def _signed(bits: int) -> int:
 
 
 def noise_keys(stream: np.ndarray, count: int) -> np.ndarray:
-    """The keys of a sequence's first `count` draws, int32 [n, count], of `stream` [n] (uint64): the lower halves of
-    what splitmix64 makes of it."""
+    """Return the keys of a sequence's first `count` draws, int32 [n, count], for `stream` [n] (uint64): the lower
+    halves of its splitmix64 sequence."""
     import numpy as np
 
     signed = stream.astype(np.uint64).view(np.int64)
@@ -40,17 +40,18 @@ def noise_keys(stream: np.ndarray, count: int) -> np.ndarray:
 
 
 def gumbel(keys: Tensor, count: int) -> Tensor:
-    """Standard Gumbel noise [B, count] of the tokens 0 … count-1, a pure function of `keys` [B] (int32).
+    """Return standard Gumbel noise [B, count] of the tokens 0 … count-1, a pure function of `keys` [B] (int32).
 
-    Each token's 32 bits are an integer hash of key + token, with two rounds of multiply and shift. Exponential noise
-    from them is finest near 0, where the winners come from; its negative logarithm is Gumbel noise.
+    Each token's 32 bits are an integer hash of key + token, with two rounds of multiply and shift. They become
+    exponential noise, which is finest near 0, where the largest Gumbel noise comes from; its negative logarithm is
+    Gumbel noise.
     """
     import torch
 
     bits = keys[:, None] + torch.arange(count, dtype=torch.int32, device=keys.device)
-    bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D  # int32 wraps around, and & makes the shift a logical one
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * 0x7FEB352D  # int32 wraps around; & makes the shift a logical one
     bits = (bits ^ (bits >> 15 & 0x1FFFF)) * (0x846CA68B - 2**32)
     bits = bits ^ (bits >> 16 & 0xFFFF)
-    # The last few values would round up to 1, whose noise is -inf; no token may be impossible because of its noise.
+    # The last few values would round up to 1, with noise -inf; noise must not make a token impossible.
     uniform = (((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-uniform))

@@ -1,6 +1,6 @@
-"""The persistent decode kernel: its constants and arguments, and its launch; decode_plan.py says which block does what.
+"""The persistent decode kernel: its constants, arguments and launch; decode_plan.py distributes the work to blocks.
 
-Device code is in cuda/persistent/. What both languages must know is said here and generated for the other one: the
+Device code is in cuda/persistent/. What both languages must know is defined here and generated for the device: the
 extents as constants, the arguments as a struct.
 """
 
@@ -18,9 +18,9 @@ from warpline.kernels.spec import THREADS_PER_WARP, Launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Exchanges that filters may take to choose a token, at most; nearly always there are three.
+#: Most exchanges that filters may take to choose a token; usually there are three.
 SAMPLER_TURNS = 64
-#: Moments that a launch can stamp, per layer and per token.
+#: Time stamps that a launch can write, per layer and per token.
 LAYER_STAMPS = (
     "ln_1: rows gathered",
     "qkv: multiplied, normalised, posted",
@@ -34,11 +34,11 @@ LAYER_STAMPS = (
 )
 TOKEN_STAMPS = ("ln_f: rows gathered, normalised", "head: multiplied", "token: agreed on")
 
-#: Vectors of each layer that the kernel reads, in the order in which they lie; behind the last layer's those of ln_f.
+#: Vectors of each layer that the kernel reads, in memory order; those of ln_f follow the last layer's.
 VECTORS = ("ln_1.weight", "attn.c_proj.bias", "ln_2.weight", "mlp.c_proj.bias")
 FINAL_VECTORS = ("ln_f.weight", "ln_f.bias")
 
-#: The kernel's arguments; pointers unless they say otherwise.
+#: The kernel's arguments: names and C++ types.
 _ARGUMENTS: tuple[tuple[str, str], ...] = (
     ("tape", "const warpline::Bits*"),
     ("plans", "const warpline::BlockPlan*"),
@@ -96,41 +96,41 @@ _CTYPES: dict[str, Any] = {
 
 
 class Arguments(ctypes.Structure):
-    """What the kernel takes, as the device sees it."""
+    """The argument struct as the device sees it."""
 
     _fields_ = [(name, _CTYPES.get(kind, ctypes.c_void_p)) for name, kind in _ARGUMENTS]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeProgram:
-    """The kernel for given extents: what `compile` compiles."""
+    """The kernel for given extents, as a `compile.Program`."""
 
     extents: Extents
 
     @property
     def name(self) -> str:
-        """Of its file in the cache."""
+        """The first part of its file name in the cache."""
         return "decode"
 
     @property
     def entry(self) -> str:
-        """Of the kernel."""
+        """The kernel's name."""
         return "warpline_decode"
 
     @property
     def label(self) -> str:
-        """For people."""
+        """A readable description, for messages."""
         e = self.extents
         stored = f"{e.dtype} codes" if e.coded else e.dtype
         return f"decode {stored} {e.layers}x{e.width} rows={e.rows} blocks={e.blocks} warps={best_warps(e)}"
 
     @property
     def threads(self) -> int:
-        """Of a block: those that compute, and a warp that copies and watches."""
+        """Threads of a block: the computing warps, and one warp that feeds the tape and runs the watchdog."""
         return (best_warps(self.extents) + 1) * THREADS_PER_WARP
 
     def translation_unit(self) -> str:
-        """The CUDA C++ that instantiates it."""
+        """Return the CUDA C++ that instantiates the kernel."""
         e, made = self.extents, plan(self.extents)
         constants = {
             "ROWS": e.rows,
@@ -185,7 +185,7 @@ class DecodeProgram:
 
 
 class DecodeKernel:
-    """The program on a device, with words of its own for its blocks to exchange: its launches follow one another."""
+    """The program on a device, with its own exchange words. Requires: its launches run one after another."""
 
     def __init__(self, program: DecodeProgram, device: int):
         import torch
@@ -202,8 +202,8 @@ class DecodeKernel:
         self._tag = 1
 
     def exchanged(self) -> dict[str, Tensor]:
-        """What the blocks of the last launch exchanged, where the program is observed: under the names of the engine's
-        schedule, each with a row for a sequence. The words lie as persistent/layout.cuh has them."""
+        """Return the values that the blocks of the last launch exchanged, by the names of the engine's schedule, one
+        row per sequence. Requires: the program is `observed`. The words are laid out as in persistent/layout.cuh."""
         import torch
 
         from warpline.kernels.launch import TORCH_TYPES
@@ -220,7 +220,7 @@ class DecodeKernel:
             "end": (e.width, torch.float32),
         }
         turn = sum(e.rows * words for words, _ in shapes.values())
-        payload = self.words.view(torch.int32)[::2]  # the lower halves
+        payload = self.words.view(torch.int32)[::2]  # the lower halves: payloads
         found = {}
         for layer in range(e.layers):
             at = layer * turn
@@ -234,7 +234,7 @@ class DecodeKernel:
         return found
 
     def arguments(self, tensors: dict[str, Tensor], numbers: dict[str, float | int]) -> Arguments:
-        """What launches on this memory are given, but for what `launch` adds."""
+        """Return the arguments for launches on these tensors, without those that `launch` sets."""
         found = Arguments(words=self.words.data_ptr(), **numbers)
         for name, tensor in tensors.items():
             setattr(found, name, tensor.data_ptr())

@@ -1,7 +1,7 @@
-"""`KernelSpec`: everything there is to know about one op, said once.
+"""`KernelSpec`: the one description of an op.
 
-Translation unit, argument packing, output buffers, byte counts, tests, bench rows and the torch op all follow from
-it. An op is a device function template in `cuda/ops/` and one entry in the catalog; nothing else names it.
+Translation unit, argument packing, output buffers, byte counts, tests, bench rows and the torch op all follow from it.
+An op is a device function template in `cuda/ops/` and one entry in the catalog; nothing else names it.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ THREADS_PER_WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Shape of a launch."""
+    """The shape of a launch."""
 
     grid: int
     block: int
     shared_bytes: int = 0
     cluster: int = 1  # blocks that read each other's shared memory; from sm_90 on
-    teams: int = 1  # equal parts of a block: threadIdx.y says which, threadIdx.x counts within it
+    teams: int = 1  # equal parts of a block: threadIdx.y is the team, threadIdx.x counts within it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelSpec:
-    """One op. Functions take the dimensions by name, and where it matters tunables, dtype and arch. There is one object
-    per op, so identity is equality."""
+    """One op. Its functions take the dimensions by name, and tunables, dtype and arch where these matter. There is one
+    object per op, so identity is equality."""
 
     name: str
     summary: str
     header: str  # under cuda/
     arguments: tuple[Buffer | Scalar | Absent, ...]
-    #: The device function, if not called like the op: several ops may be one function with arguments absent.
+    #: The device function, if it has another name than the op: several ops may use one function with arguments absent.
     function: str | None = None
-    #: Element types behind the storage type that the function is a template of, such as the weights'.
+    #: Element types that follow the storage type in the function's template, such as that of the weights.
     types: tuple[Values, ...] = ()
-    #: Dimensions compiled in, as template constants behind the types.
+    #: Compiled-in dimensions: template constants that follow the types.
     constants: tuple[str, ...] = ()
-    #: Template constants behind those, the same for every variant.
+    #: Template constants that follow those, the same for every variant.
     options: tuple[int, ...] = ()
     #: Whether pointers are declared __restrict__, where nothing forbids it.
     restrict: bool = True
-    #: Whether the device function itself calls `await_previous_launch`, because it has something to do before that.
+    #: Whether the device function itself calls `await_previous_launch`, because it works before that.
     awaits: bool = False
-    #: Whether what it writes is a weight to the op behind it, which fetches weights as soon as it begins, and so must
-    #: not begin before this one has ended.
+    #: Whether its output is a weight of the next op. That op loads weights as soon as it begins, so it must not begin
+    #: before this one has ended.
     makes_weights: bool = False
-    #: Choices of each tunable; they are the last template constants.
+    #: Values of each tunable; they are the last template constants.
     tunables: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: Which combinations of them exist, for dimensions and dtype.
+    #: Whether a combination of tunables exists, for dimensions and dtype.
     allows: Callable[[Dims, Tunables, str], bool] = lambda _dims, _tunables, _dtype: True
-    #: The choice made without a sweep, for dimensions, dtype and arch.
+    #: The tunables to use without a sweep, for dimensions, dtype and arch.
     default: Callable[[Dims, str, str], Tunables]
-    #: Tunables with which the bits of a row do not depend on how many rows there are, where the default's may.
+    #: Tunables with which a row's bits do not depend on the number of rows, where those of the default may.
     invariant: Callable[[Dims, str, str], Tunables] | None = None
     launch: Callable[[Dims, Tunables, str], Launch]
-    #: Blocks of a multiprocessor that registers must be enough for. With 1 the compiler spends them as it likes.
+    #: Blocks per multiprocessor that registers must suffice for. With 1 the compiler may use as many as it likes.
     min_blocks: Callable[[Dims, Tunables, str], int] = lambda _dims, _tunables, _dtype: 1
     flops: Callable[[Dims], int]
-    #: The op in torch, in whatever precision the inputs have; takes inputs and numbers, returns the outputs and then
-    #: what has become of the updated inputs.
+    #: The op in torch, in the precision of the inputs: takes inputs and numbers; returns the outputs, then the updated
+    #: inputs as they are afterwards.
     reference: Callable[..., tuple[Tensor, ...]]
-    #: Other ways to do the same on a GPU, where the reference is not torch's best; all counts are full there.
+    #: Other implementations on a GPU, where the reference is not torch's best; all counts are full there.
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    #: A library's way, into given outputs, for many rows: takes inputs and outputs. The engine prefers it there.
+    #: A library's implementation for many rows, which the engine prefers there: takes inputs and outputs.
     vendor: Callable[..., None] | None = None
     #: For an op whose output is an index: the scores [rows, choices] of which it takes the largest.
     scores: Callable[..., Tensor] | None = None
     dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")
-    archs: tuple[str, ...] | None = None  # that it is written for, if not for all
+    archs: tuple[str, ...] | None = None  # the only archs that it is written for; None: all
     #: Error that the op makes on purpose, relative to its largest result.
     approximation: float = 0.0
     test_dims: tuple[Dims, ...]
@@ -105,7 +105,7 @@ class KernelSpec:
 
     @property
     def results(self) -> list[Buffer]:
-        """What the reference returns."""
+        """What the reference returns: outputs, then updated inputs."""
         return self.outputs + self.updated
 
     @property
@@ -115,20 +115,20 @@ class KernelSpec:
 
     @property
     def storage(self) -> int | None:
-        """Which input says what the storage type is, if one has it."""
+        """Index of an input that has the storage type, or None."""
         return next((i for i, buffer in enumerate(self.inputs) if buffer.holds.element is None), None)
 
     @property
     def numbers(self) -> list[Scalar]:
-        """Numbers that are no dimensions."""
+        """Number arguments that are not dimensions."""
         return [a for a in self.arguments if isinstance(a, Scalar) and not a.is_dimension]
 
     def bytes(self, dims: Dims, dtype: str) -> int:
-        """What must move: every input and output once."""
+        """Return the bytes that must move: every input and output once."""
         return sum(buffer.bytes(dims, dtype) for buffer in self.inputs + self.outputs)
 
     def dims_of(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Dimensions from the shapes of the inputs, in order; a contradiction is named."""
+        """Return the dimensions from the shapes of the inputs, in order; raise an error that names a contradiction."""
         dims: dict[str, int] = {}
         for buffer, shape in zip(self.inputs, shapes, strict=True):
             if len(shape) != len(buffer.dims):
@@ -148,12 +148,12 @@ class KernelSpec:
         return written and dtype in self.dtypes and arch_supports(arch, dtype)
 
     def tunables_for(self, dims: Dims, dtype: str, arch: str, *, invariant: bool = False) -> Tunables:
-        """The default ones, or those with which a row's bits do not depend on how many rows there are."""
+        """Return the default tunables, or those with which a row's bits do not depend on the number of rows."""
         chosen = self.invariant if invariant and self.invariant is not None else self.default
         return chosen(dims, dtype, arch)
 
     def number_values(self, dims: Dims, given: Mapping[str, float | None] | None = None) -> dict[str, Any]:
-        """The numbers of a call: those given or named among `dims`, else the usual ones; unknown names are errors."""
+        """Return the numbers of a call: given, or named in `dims`, or the default. Unknown names raise an error."""
         values: dict[str, Any] = {s.name: s.default(dims) if callable(s.default) else s.default for s in self.numbers}
         values |= {name: dims[name] for name in values if name in dims}
         for name, value in (given or {}).items():
@@ -166,13 +166,14 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A spec made concrete: dtype, compiled-in dimensions, tunables. What is compiled and cached."""
+    """A compiled specialisation of a spec: dtype, compiled-in dimensions, tunables. The unit of compilation and
+    caching."""
 
     spec: KernelSpec
     dtype: str
     constants: tuple[tuple[str, int], ...]
     tunables: tuple[tuple[str, int], ...]
-    overlapping: bool = False  # may be launched before the launch ahead of it has ended; from sm_90 on
+    overlapping: bool = False  # may be launched before the preceding launch has ended; from sm_90 on
 
     @classmethod
     def of(
@@ -185,7 +186,7 @@ class Variant:
         *,
         overlapping: bool = False,
     ) -> Variant:
-        """The variant for given dimensions, with what `arch` takes by default unless tunables are given."""
+        """Return the variant for the given dimensions, with the default tunables of `arch` unless they are given."""
         chosen = spec.default(dims, dtype, arch) if tunables is None else tunables
         if set(chosen) != set(spec.tunables):
             raise ConfigError(
@@ -200,42 +201,43 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The op's."""
+        """The name of the op."""
         return self.spec.name
 
     @property
     def entry(self) -> str:
-        """The kernel's name in the GPU's and everybody's traces."""
+        """The kernel's name, also in profilers' traces."""
         return f"warpline_{self.spec.name}"
 
     @property
     def label(self) -> str:
-        """For people."""
+        """A readable description, for messages."""
         numbers = " ".join(f"{name}={value}" for name, value in (*self.constants, *self.tunables))
         return f"{self.spec.name} {self.dtype} {numbers}".strip() + (" overlapping" if self.overlapping else "")
 
     def launch(self, dims: Dims) -> Launch:
-        """Shape of a launch over `dims`."""
+        """Return the shape of a launch over `dims`."""
         return self.spec.launch(dims, dict(self.tunables), self.dtype)
 
     @property
     def smallest_launch(self) -> Launch:
-        """A launch with every dimension that is not compiled in at 1: block and shared memory do not depend on them."""
+        """A launch with all dimensions at 1 that are not compiled in; block size and shared memory do not depend on
+        them."""
         ones = {name: 1 for a in self.spec.inputs for name in a.dims if name.isidentifier()}
         return self.launch({**ones, **dict(self.constants)})
 
     def parameters(self) -> list[Buffer | Scalar]:
-        """The arguments that the kernel takes at run time."""
+        """Return the arguments that the kernel takes at run time."""
         fixed = {*dict(self.constants), *dict(self.tunables), *(a.name for a in self.in_constant_memory)}
         return [a for a in self.spec.arguments if not isinstance(a, Absent) and a.name not in fixed]
 
     @property
     def in_constant_memory(self) -> list[Buffer]:
-        """Inputs that a launch finds there; their extents are compiled in."""
+        """Inputs in constant memory; their extents are compiled in."""
         return self.spec._buffers("constant")
 
     def translation_unit(self) -> str:
-        """The CUDA C++ that instantiates the op: one kernel, nothing else."""
+        """Return the CUDA C++ that instantiates the op: one kernel, nothing else."""
         spec, launch, parameters = self.spec, self.smallest_launch, self.parameters()
         declared = [
             a.declaration(self.dtype, overlapping=self.overlapping or not spec.restrict)
@@ -248,7 +250,7 @@ class Variant:
         constants = [value for _, value in self.constants] + [*spec.options] + [value for _, value in self.tunables]
         types = [CUDA_TYPES[self.dtype], *(CUDA_TYPES[holds.element or self.dtype] for holds in spec.types)]
         template = ", ".join([*types, *map(str, constants)])
-        # To promise room for one block lets the compiler spend registers on loads that are under way.
+        # With a minimum of one block the compiler may spend registers on loads in flight.
         bounds = f"{launch.block}, {spec.min_blocks(dict(self.constants), dict(self.tunables), self.dtype)}"
         return "\n".join(
             [

@@ -1,4 +1,4 @@
-"""Descriptions of matrices from which the hardware copies tiles (sm_90)."""
+"""Descriptors of matrices from which hardware copies tiles (sm_90)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from warpline.errors import KernelError
 
-#: Of a description, which `TensorMap` of tensor_map.cuh holds.
+#: 64-bit words of a descriptor, the size of `TensorMap` in tensor_map.cuh.
 WORDS = 16
 #: Bytes of a tile's row: GROUP_ROW of warpgroup.cuh.
 ROW_BYTES = 128
 
 
 def words(matrix: Tensor, rows: int) -> list[int]:
-    """Of a matrix [R, C] of 16-bit numbers, read in tiles of 128 bytes and `rows`, or all that there are; what lies
-    beyond it is read as 0."""
+    """Return the descriptor of a matrix [R, C] of 16-bit values, read in tiles of 128 bytes and at most `rows` rows.
+    Elements beyond the matrix are read as 0."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType

@@ -1,7 +1,7 @@
 """The catalog as torch operators, `torch.ops.warpline.*`: our kernels on CUDA, the reference on a CPU.
 
-Importing this module registers them. They have fake implementations, so `torch.compile` traces through them. A
-torch operator costs tens of microseconds of host time per call, so the decode loop does not use these.
+Importing this module registers them. They have fake implementations, so `torch.compile` traces through them. A torch
+operator costs tens of microseconds of host time per call, so the decode loop does not use these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from warpline.kernels.arguments import Buffer, Scalar
 from warpline.kernels.catalog import CATALOG
 from warpline.kernels.spec import KernelSpec
 
-#: Those of the catalog; ops that change the engine's state are of no use without it.
+#: Ops of the catalog without those that change the engine's state, which are useless without it.
 OPERATORS = {name: spec for name, spec in CATALOG.items() if not spec.updated}
 
 _library = torch.library.Library("warpline", "DEF")
@@ -42,12 +42,12 @@ def _split(spec: KernelSpec, arguments: tuple[Any, ...]) -> tuple[list[Tensor], 
 
 
 def as_floats(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The inputs in another precision; indices stay what they are."""
+    """Return the inputs in another precision; integers are not converted."""
     return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
 
 
 def _kind(spec: KernelSpec, buffer: Buffer, inputs: list[Tensor]) -> torch.dtype:
-    """Element type of an output."""
+    """Return the element type of an output."""
     if buffer.holds.element is not None:
         return launch.TORCH_TYPES[buffer.holds.element]
     assert spec.storage is not None  # an output of the storage type has an input of it

@@ -1,4 +1,4 @@
-"""Whether a kernel computes what its spec says: random inputs, float64, and a bound that follows from the dtype."""
+"""Checks a kernel against its spec: random inputs, a float64 reference, and a bound that follows from the dtype."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from warpline.kernels.launch import TORCH_TYPES
 from warpline.kernels.spec import KernelSpec, Tunables
 from warpline.kernels.torch_ops import as_floats
 
-#: Operations in float32 on the way to one result, each with a rounding error; they add up like a random walk.
+#: Bound on the relative error of the float32 operations of one result; their rounding errors add up like a random walk.
 FLOAT_ERROR = 64 * 2**-24
-#: Whose defaults inputs are made for where there is no GPU.
+#: Arch whose default tunables inputs are made for where there is no GPU.
 _ARCH = "sm_90"
 
 
@@ -32,8 +32,8 @@ def random_inputs(
     full: bool = False,
     tunables: Tunables | None = None,
 ) -> list[Tensor]:
-    """Fresh inputs: normal numbers, or what the buffer is said to hold; with `full`, counts are as large as can be.
-    What is made for certain tunables is made for these, or for those that a launch on the device takes."""
+    """Return fresh inputs: normal values, or as the buffer's `holds` says; with `full`, counts are as large as
+    possible. Inputs that depend on tunables are made for these, or for those that a launch on the device would use."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = [_random(buffer, dtype, dims, generator, full) for buffer in spec.inputs]
     if tunables is None and generator.device.type == "cuda":
@@ -44,7 +44,7 @@ def random_inputs(
 def made_for(
     spec: KernelSpec, inputs: Sequence[Tensor], tunables: Tunables, dims: Dims, seed: int, *, full: bool = False
 ) -> list[Tensor]:
-    """The same inputs for other tunables: what is made for them is made again, and is otherwise the same."""
+    """Return the same inputs for other tunables: those that depend on tunables are made again from the same seed."""
     extents, found = {**dims, **tunables}, list(inputs)
     for i, (buffer, tensor) in enumerate(zip(spec.inputs, inputs, strict=True)):
         if buffer.holds.made is not None:
@@ -56,7 +56,7 @@ def made_for(
 def _random(buffer: Buffer, dtype: str, dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
     holds = buffer.holds
     kind = TORCH_TYPES[buffer.element(dtype)]
-    if holds.made is not None:  # by `made_for`
+    if holds.made is not None:  # `made_for` makes it
         return torch.empty(0, dtype=kind, device=generator.device)
     shape = buffer.shape(dims)
     if holds.upto is not None:
@@ -73,7 +73,7 @@ def _random(buffer: Buffer, dtype: str, dims: Dims, generator: torch.Generator, 
 
 
 class Trial:
-    """Random inputs of an op and what must come of them, made once, to judge any number of ways to compute it."""
+    """Random inputs of an op and the expected results, computed once, to check any number of implementations."""
 
     def __init__(self, spec: KernelSpec, dtype: str, dims: Dims, seed: int, device: str = "cuda"):
         self.spec, self.dtype, self.dims, self.seed = spec, dtype, dims, seed
@@ -83,7 +83,8 @@ class Trial:
         self._moved = self._sensitivity()
 
     def check(self, **options: Any) -> None:
-        """Launch the kernel twice, with options of `launch.Call`; wrong results are an error that says how."""
+        """Launch the kernel twice, with options of `launch.Call`; raise an error if a result is wrong or the runs
+        differ."""
         first, again = self.launch(**options), self.launch(**options)
         wrong = self.fault(first)
         if wrong is None and not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
@@ -93,7 +94,7 @@ class Trial:
             raise KernelError(f"{self.spec.name} {self.dtype} ({extents}) is wrong: {wrong} (seed {self.seed})")
 
     def launch(self, **options: Any) -> list[Tensor]:
-        """The kernel's results, in buffers that were poisoned before: not a number, or an index that cannot be."""
+        """Return the kernel's results. Outputs are poisoned before the launch: NaN, or an index out of range."""
         spec, tunables = self.spec, options.get("tunables")
         if tunables is None:
             device = self.inputs[0].device.index
@@ -108,7 +109,7 @@ class Trial:
         return outputs + [t for b, t in zip(spec.inputs, given, strict=True) if b.role == "updated"]
 
     def fault(self, results: list[Tensor]) -> str | None:
-        """What is wrong with results in the order of `spec.results`, if anything is."""
+        """Return what is wrong with `results`, which are in the order of `spec.results`, or None."""
         slack = FLOAT_ERROR + self.spec.approximation
         for out, exact, moved, buffer in zip(results, self._exact, self._moved, self.spec.results, strict=True):
             if not _holds_indices(buffer):
@@ -130,11 +131,11 @@ class Trial:
         return None
 
     def _is_choice(self, buffer: Buffer) -> bool:
-        """Whether it holds the index of the largest score; other integers must come out exactly."""
+        """Whether it holds the index of the largest score; other integers must match exactly."""
         return _holds_indices(buffer) and self.spec.scores is not None
 
     def _exactly(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The results in float64; instead of an index, the scores of which it names the largest."""
+        """Return the results in float64; for an index, the scores of which it names the largest."""
         exact = as_floats(inputs, torch.float64)
         results = list(self.spec.reference(*exact, **self._numbers))
         for i, buffer in enumerate(self.spec.results):
@@ -144,9 +145,9 @@ class Trial:
         return results
 
     def _sensitivity(self) -> list[Tensor]:
-        """How far each result moves when every input moves by half a unit in its last place: a fused op may round an
-        intermediate, and LayerNorm of two nearly equal numbers magnifies any rounding by their size over their
-        distance. A few draws of signs may miss the worst ones, hence the factor that is put before it."""
+        """Return how far each result moves when every input moves by half a unit in its last place. A fused op may
+        round an intermediate, and LayerNorm of two nearly equal values magnifies a rounding by their size over their
+        distance. A few draws of signs may miss the worst case, so the bound multiplies this by 4."""
         spec, unit = self.spec, ROUNDING[self.dtype]
         moved = [
             _largest(values.double() * 0, buffer) for values, buffer in zip(self._exact, spec.results, strict=True)
@@ -168,7 +169,7 @@ def _holds_indices(buffer: Buffer) -> bool:
 
 
 def _largest(values: Tensor, buffer: Buffer) -> Tensor:
-    """The largest finite magnitude: scores of tokens that are out of the question are not. Of scores one for each row,
-    since a row of low temperature has scores a thousand times those of its neighbours."""
+    """Return the largest finite magnitude; excluded tokens have infinite scores. For scores one value per row, because
+    a row of low temperature has scores a thousand times those of its neighbours."""
     finite = values.abs().nan_to_num(0, 0, 0)
     return finite.amax(dim=-1) if _holds_indices(buffer) else finite.max()

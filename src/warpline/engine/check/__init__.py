@@ -1,1 +1,1 @@
-"""Instruments of quality: what executors compute, side by side, and how well a model predicts a text."""
+"""Quality checks: executors compared value by value, and how well a model predicts a text."""

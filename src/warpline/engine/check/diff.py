@@ -1,8 +1,8 @@
-"""Two executors side by side: the first value, in the order of computing, in which they differ beyond rounding. Or one
-executor, alone and in a batch: the first value of which a bit differs.
+"""Compares two executors: the first value, in the order of computation, that differs by more than rounding. Or one
+executor, alone and in a batch: the first value that differs in a bit.
 
-Both decode the same text token by token. Every token is given, so a difference is not carried on by different words,
-and after each step all that the executors show of it is compared: `Executor.observe`.
+Both sides decode the same text token by token. Every token is given, so a difference does not lead to other tokens.
+After each step all values that the executors can show are compared: `Executor.observe`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from warpline.engine.executors.graph.schedule import order
 from warpline.engine.request import Request, Span
 from warpline.engine.slots import Slots
 
-#: Roundings of one layer that add up, like a random walk, relative to a row's largest value; and how many times that is
-#: still called the same.
+#: Roundings per layer, which add up like a random walk, relative to a row's largest value; and the factor of tolerance.
 _PER_LAYER, _SLACK = 8, 6.0
-#: Where a KV cache holds codes, a number between two of them becomes either, which is up to 2^-7 of a row's largest.
-#: From the first layer on this allows for twice as much.
+#: With a KV cache of codes, a value between two codes becomes either of them, up to 2^-7 of a row's largest. From the
+#: first layer on this allows for twice as much.
 _CODES = 2**-10
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two executors part: the largest error there, beside what rounding may cause."""
+    """The first difference of two executors: the largest error there, and what rounding may cause."""
 
     position: int
     row: int
     name: str
     error: float
     allowed: float
-    size: float  # of the largest value in the row
+    size: float  # the largest value in the row
 
     def __str__(self) -> str:
         return (
@@ -47,13 +46,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """Where a sequence among `batch` others first differs from itself alone."""
+    """The first difference between a sequence in a batch of `batch` sequences and the same one alone."""
 
     batch: int
     position: int
     row: int
     name: str
-    error: float  # the largest
+    error: float  # the largest error
 
     def __str__(self) -> str:
         return (
@@ -69,7 +68,8 @@ def compare(
     steps: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Difference | None:
-    """Decode the last `steps` tokens of each text with both; `second` is taken to be right."""
+    """Decode the last `steps` tokens of each text with both executors, and return the first difference; `second` counts
+    as right."""
     sides = [(executor, *_begin(executor, texts, steps)) for executor in (first, second)]
     names = order(first.config.n_layer)
     unit = max(ROUNDING[KV_DTYPES[first.dtype]], _CODES if first.kv_dtype or second.kv_dtype else 0)
@@ -88,7 +88,7 @@ def compare(
 def first_dependence(
     executor: Executor, texts: Sequence[Sequence[int]], steps: int, tick: Callable[[], None] = lambda: None
 ) -> Dependence | None:
-    """Decode the last `steps` tokens of all texts together, and of each alone."""
+    """Decode the last `steps` tokens of all texts together and of each alone; return the first difference."""
     together, *alone = [_begin(executor, some, steps) for some in (texts, *([text] for text in texts))]
     for step in range(steps):
         found = {name: values.clone() for name, values in executor.observe(*together).items()}
@@ -103,7 +103,7 @@ def first_dependence(
 
 
 def _begin(executor: Executor, texts: Sequence[Sequence[int]], steps: int) -> tuple[Slots, list[int]]:
-    """Slots in which the texts stand, all but the last tokens in the cache, and which they are."""
+    """Return slots with the texts, all but the last `steps` tokens in the cache, and their lanes."""
     params = SamplingParams(temperature=0, ignore_eos=True)
     requests = [
         Request(text[:-steps], params, 0, i, len(text) + 1, forced=text[-steps:]) for i, text in enumerate(texts)
@@ -116,7 +116,7 @@ def _begin(executor: Executor, texts: Sequence[Sequence[int]], steps: int) -> tu
 
 
 def _worst(found: Tensor, expected: Tensor, layer: int, unit: float) -> tuple[int, float, float, float] | None:
-    """The row furthest beyond what rounding allows by that layer: itself, its error, what is allowed, its size."""
+    """Return the row furthest beyond what rounding allows at the layer, with error, allowed error and size; or None."""
     error = (found.double() - expected.double()).abs().nan_to_num(torch.inf).flatten(1).amax(dim=1)
     size = expected.double().abs().flatten(1).amax(dim=1)
     allowed = _SLACK * unit * (_PER_LAYER * (layer + 1)) ** 0.5 * size

@@ -1,4 +1,4 @@
-"""What a smaller dtype costs: the same text through two engines, token by token, and how far their predictions part."""
+"""Quality of a smaller dtype: two engines read the same text token by token, and their predictions are compared."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from warpline.model.tokenizer import END_OF_TEXT
 
 @dataclass(slots=True)
 class Quality:
-    """How one dtype predicts a text, and how that compares with the first."""
+    """How well one dtype predicts a text, compared with the first one."""
 
-    dtype: str  # with what the KV cache holds, if not the same
+    dtype: str  # and the dtype of the KV cache, if it differs
     tokens: int = 0
     characters: int = 0
     nats: float = 0.0
-    agreeing: int = 0  # tokens of which the likeliest is the first's too
-    divergence: float = 0.0  # Kullback-Leibler, from the first's prediction to this one's, in nats
-    furthest: float = 0.0  # that a logit is off, relative to the spread of its row
+    agreeing: int = 0  # tokens where the likeliest one agrees with the first's
+    divergence: float = 0.0  # Kullback-Leibler divergence from the first's prediction, in nats
+    furthest: float = 0.0  # largest error of a logit, relative to the spread of its row
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Perplexity per token."""
         return math.exp(self.nats / self.tokens)
 
     def as_dict(self) -> dict[str, float | int | str]:
-        """For tables and JSON."""
+        """Return a dictionary for tables and JSON."""
         return {
             "dtype": self.dtype,
             "tokens": self.tokens,
@@ -47,7 +47,7 @@ class Quality:
 
 
 def pieces(llm: LLM, text: str, length: int) -> list[tuple[list[int], int]]:
-    """A text as pieces of up to `length` tokens, and the characters of each."""
+    """Split a text into pieces of up to `length` tokens; return each with its number of characters."""
     ids = llm.tokenizer.encode(text)
     cut = [ids[i : i + length] for i in range(0, len(ids), length)]
     return [(piece, len(llm.tokenizer.decode(piece))) for piece in cut]
@@ -56,7 +56,7 @@ def pieces(llm: LLM, text: str, length: int) -> list[tuple[list[int], int]]:
 def evaluate(
     engines: Sequence[LLM], texts: Sequence[str], *, length: int = 256, tick: Callable[[int], None] = lambda _: None
 ) -> list[Quality]:
-    """Every engine reads the same tokens through its own decode steps and is compared with the first."""
+    """Let every engine read the same tokens through its own decode steps, and compare it with the first."""
     first = engines[0]
     length = min(length, first.config.n_positions - 2)
     if length < 1:
@@ -81,8 +81,7 @@ def evaluate(
 
 
 def _begin(llm: LLM, start: int, ids: Sequence[int]) -> tuple[Slots, list[int]]:
-    """A slot in which the tokens stand behind <|endoftext|>. Its cache is empty, which is all that a step at position 0
-    needs: no prompt has to be run."""
+    """Return a slot with the tokens after <|endoftext|>. Its cache is empty: a step at position 0 needs no prompt."""
     params = SamplingParams(temperature=0, ignore_eos=True)
     slots = llm.executor.allocate(1, len(ids) + 2)
     return slots, slots.admit([Request([start], params, 0, 0, len(ids) + 2, forced=list(ids))])

@@ -1,4 +1,4 @@
-"""How well a model predicts given texts: the measure that guards every executor and precision."""
+"""How well a model predicts given texts; the measure used for every executor and precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Negative log-likelihood of texts, each with its end."""
+    """Negative log-likelihood of texts, each with its end of text."""
 
     nats: float
     tokens: int
@@ -16,15 +16,15 @@ class Score:
 
     @property
     def nats_per_token(self) -> float:
-        """Comparable between precisions of one model."""
+        """Nats per token; comparable between precisions of one model."""
         return self.nats / self.tokens
 
     @property
     def nats_per_character(self) -> float:
-        """Comparable between models with different tokenizers."""
+        """Nats per character; comparable between models with different tokenizers."""
         return self.nats / self.characters
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Perplexity per token."""
         return math.exp(self.nats_per_token)

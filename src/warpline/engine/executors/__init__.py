@@ -1,4 +1,4 @@
-"""Executors: what computes tokens. Each has its parts beside it; `choose`, `begin` and `create` find one by name."""
+"""Executors compute tokens. `resolve`, `start_compiling` and `create` find one by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warpline.model.weights import Weights
 
 __all__ = ["EXECUTORS", "Executor", "begin", "choose", "create"]
 
-#: Every executor and its home; loaded when chosen.
+#: Every executor and its module, which is imported when the executor is chosen.
 EXECUTORS = {
     "auto": "warpline.engine.executors.auto:AutoExecutor",
     "torch": "warpline.engine.executors.pytorch:TorchExecutor",
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(name: str, device: torch.device, config: ModelConfig, dtype: str) -> str:
-    """Resolve "auto" where nothing is left to choose: a CPU has an executor of its own, and on some GPUs only torch
-    runs, which is slow and therefore a warning."""
+    """Resolve "auto" where there is no choice: to cpu without a GPU, and to torch, with a warning because it is slow,
+    on GPUs where our kernels do not run."""
     if name != "auto":
         return name
     if device.type != "cuda":
@@ -44,7 +44,7 @@ def resolve(name: str, device: torch.device, config: ModelConfig, dtype: str) ->
 
 
 def _reason_for_torch(device: torch.device, config: ModelConfig, dtype: str) -> str | None:
-    """Why our kernels cannot run this model on this GPU, if so."""
+    """Return why our kernels cannot run this model on this GPU, or None."""
     from warpline.kernels import compile as compiler
     from warpline.kernels import launch
     from warpline.kernels.catalog import find
@@ -76,7 +76,7 @@ def _kind(name: str, dtype: str) -> type[Executor]:
 
 
 def start_compiling(name: str, config: ModelConfig, device: torch.device, dtype: str) -> None:
-    """Begin what the executor called `name` needs before it has weights."""
+    """Start compiling what the executor called `name` needs before it has weights."""
     if device.type == "cpu":
         _kind(name, dtype).start_compiling(config, dtype)
 
@@ -84,7 +84,7 @@ def start_compiling(name: str, config: ModelConfig, device: torch.device, dtype:
 def create(
     name: str, weights: Weights, device: torch.device, dtype: str, asked: EngineConfig | None = None
 ) -> Executor:
-    """Make the executor called `name`, as it is asked for."""
+    """Make the executor called `name` with the options `asked`."""
     asked, kind = asked or EngineConfig(), _kind(name, dtype)
     if asked.deterministic != "off" and not kind.can_be_invariant:
         raise ConfigError(f"the {name} executor has no deterministic={asked.deterministic!r}: use --executor auto")

@@ -1,5 +1,5 @@
-"""The executor that `auto` means on a GPU: one launch for many tokens where few sequences are decoded, a graph where
-many are, and prompts as both do them."""
+"""The executor that `auto` means on a GPU: the persistent kernel for few sequences, CUDA graphs for more, and the same
+passes over prompts for both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class AutoExecutor(Executor):
-    """Chooses by the number of lanes, and says once what it has to choose from."""
+    """Chooses an executor by the number of lanes, and logs once which it has."""
 
     name = "auto"
     dtypes = tuple(WEIGHT_BYTES)
@@ -39,11 +39,11 @@ class AutoExecutor(Executor):
         self._weights = weights
         self._graph = GraphExecutor(weights, device, dtype)
         self._persistent: PersistentExecutor | None = None
-        self._most, self._last = 0, ""  # lanes that the persistent one takes; which decoded last
+        self._most, self._last = 0, ""  # most lanes of the persistent executor; name of the executor that decoded last
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """Both sum in orders of their own. So where bits may not depend on the batch, one of them decodes everything:
-        the persistent kernel if it can decode as many sequences as ever run at once."""
+        """Set up both executors. They add in different orders, so where bits must not depend on the batch only one
+        decodes: the persistent one if it can decode as many sequences as may ever run at once."""
         super().set_up(asked, model)
         self._graph.set_up(asked, model)
         if self.kv_dtype is not None:
@@ -54,7 +54,7 @@ class AutoExecutor(Executor):
             return
         try:
             made = PersistentExecutor(self._weights, self.device, self.dtype, prompts=self._graph.prompts)
-        except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps the weights a second time
+        except (WarplineError, torch.OutOfMemoryError) as reason:  # it keeps a second copy of the weights
             self._tell(reason)
             return
         made.set_up(asked, model)
@@ -73,7 +73,7 @@ class AutoExecutor(Executor):
 
     @property
     def described(self) -> str:
-        """With the one that decoded last."""
+        """Its name, with that of the executor that decoded last."""
         return f"{self.name} ({self._last})" if self._last else self.name
 
     def _for(self, slots: Slots, lanes: Sequence[int]) -> GraphExecutor | PersistentExecutor:
@@ -91,12 +91,12 @@ class AutoExecutor(Executor):
         return chosen
 
     def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:
-        """Where the persistent kernel would decode them."""
+        """Start compiling if the persistent kernel would decode these lanes."""
         if self._persistent is not None and len(lanes) <= self._most:
             self._persistent.compile_ahead(slots, lanes)
 
     def prepare_all(self, slots: Slots) -> None:
-        """Of both, for as many lanes as each would decode."""
+        """Prepare both executors, each for the numbers of lanes that it would decode."""
         if self._persistent is not None:
             self._persistent.prepare_all(slots)
         self._graph.prepare_all(slots, beyond=self._most)
@@ -108,28 +108,28 @@ class AutoExecutor(Executor):
         self._for(slots, lanes)._decode(slots, lanes, n)
 
     def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
-        """As what would decode."""
+        """Return what the executor that would decode says."""
         return self._persistent is not None and lanes <= self._most and self._persistent.stops_by_itself(lanes, needs)
 
     def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
-        """As what would decode."""
+        """Return what the executor that would decode says."""
         return self._persistent is not None and len(lanes) <= self._most and self._persistent.screens(slots, lanes)
 
     def fault(self) -> DeviceError:
-        """Only the persistent kernel waits."""
+        """Return the persistent executor's error; only its launches wait and can end themselves."""
         return super().fault() if self._persistent is None else self._persistent.fault()
 
     def table(self, phase: str) -> list[OpCall] | None:
-        """Of the graph executor, whose prompts both share."""
+        """Return the graph executor's table; both executors share its passes over prompts."""
         return self._graph.table(phase)
 
     @contextmanager
     def trace(self, mark: Mark) -> Iterator[None]:
-        """As what decodes marks its steps."""
+        """Call `mark` before each step of either executor."""
         other = nullcontext() if self._persistent is None else self._persistent.trace(mark)
         with super().trace(mark), self._graph.trace(mark), other:
             yield
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
-        """As what would decode."""
+        """Let the executor that would decode observe a step."""
         return self._for(slots, lanes).observe(slots, lanes)

@@ -1,4 +1,4 @@
-"""The torch executor: the readable model, one step at a time. Slow, right, and at home on any device."""
+"""The torch executor: the readable model, one step at a time. Slow, and runs on any device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from warpline.model.weights import Weights
 
 
 class TorchExecutor(Executor):
-    """Runs `GPT2` as it stands; of int8 weights with the numbers that they stand for."""
+    """Runs `GPT2` unchanged; int8 weights are dequantised."""
 
     name = "torch"
     dtypes = tuple(WEIGHT_BYTES)
@@ -29,18 +29,18 @@ class TorchExecutor(Executor):
 
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
-        if device.type == "cuda":  # which should not wait for the host after every token
+        if device.type == "cuda":  # so that it need not wait for the host after every token
             self.chunk, self.most_steps = 8, 64
         with torch.device("meta"):
             self.model = GPT2(weights.config)
         plain = dequantised(weights, weights.activations) if weights.is_quantised else weights
         self.model.load_state_dict(plain.tensors, assign=True)
         self.model.requires_grad_(False).eval()
-        self.cached = weights.activations  # torch attends to nothing else
+        self.cached = weights.activations  # torch's attention takes no other dtype
 
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
-        """Spans of the same positions are one rectangle: nothing is written behind the end of any."""
+        """Run spans of equal positions as one rectangle: none is written beyond its end."""
         for start, end in sorted({(span.start, span.end) for span in spans}):
             self._rectangle(slots, start, end, [span for span in spans if (span.start, span.end) == (start, end)])
 
@@ -57,7 +57,7 @@ class TorchExecutor(Executor):
 
     @torch.inference_mode()
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
-        """One forward pass per token."""
+        """Run one forward pass per token."""
         index = slots.crossing.select(lanes, len(lanes))
         longest = int(slots.length[index].max())
         for step in range(n):
@@ -67,14 +67,15 @@ class TorchExecutor(Executor):
             advance(slots, lanes, self._run(slots, lanes, index, ids, start=position, span=span)[:, 0], index)
 
     def _run(self, slots: Slots, lanes: Sequence[int], index: Tensor, ids: Tensor, **told: Tensor | int) -> Tensor:
-        """What the model makes of `ids`; the cache is read in place where the lanes are the first slots in order."""
+        """Run the model on `ids` and return its logits. The cache is read in place if the lanes are the first slots in
+        order."""
         in_place = all(slot == lane for lane, slot in enumerate(lanes))
         with self._chosen_kernels():
             logits: Tensor = self.model(ids, cache=slots.cache, slots=None if in_place else index, **told)
         return logits
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
-        """By hooks on the modules."""
+        """Decode a step with hooks on the modules."""
         seen: dict[str, Tensor] = {}
 
         def keeps(name: str) -> Callable[..., None]:
@@ -103,11 +104,11 @@ class TorchExecutor(Executor):
 
     @contextmanager
     def _chosen_kernels(self) -> Iterator[None]:
-        """Keep torch from two of its kernels.
+        """Keep torch from using two of its kernels.
 
-        For bf16 on a CPU oneDNN takes AMX instructions, which kill the process on virtual machines that announce but
-        do not grant them; torch's own kernels decode as fast and only prefill more slowly. cuDNN's attention plans
-        anew for every length of the cache, some 60 ms each time.
+        For bf16 on a CPU oneDNN uses AMX instructions, which kill the process on virtual machines that announce but do
+        not allow them; torch's own kernels decode as fast and are slower only in prefill. cuDNN's attention plans anew
+        for every length of the cache, some 60 ms each time.
         """
         onednn = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(onednn and not (self.device.type == "cpu" and self.dtype == "bf16"))

@@ -1,6 +1,6 @@
-"""From logits to the next token, for executors that sample in torch. No host synchronisation, no shared generator.
+"""Chooses tokens from logits, for executors that sample in torch. No host synchronisation, no shared generator.
 
-What happens to one lane never depends on the others.
+The result of one lane never depends on the others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from warpline.engine.slots import FLAGS, FLOATS, INTEGERS, Record, Slots
 from warpline.kernels.noise import gumbel
 
-#: How many of the likeliest tokens a CPU looks at before it sorts them all.
+#: Number of the likeliest tokens that a CPU ranks before it sorts the whole vocabulary.
 SHORT_LIST = 256
 
 
 class Records(Record):
-    """The records of some slots, a row for each lane, as they were when asked for."""
+    """A copy of the records of some slots, one row per lane."""
 
     def __init__(self, slots: Slots, lanes: Sequence[int], index: Tensor | None = None):
         self.slots, self.needs = slots, slots.needs(lanes)
@@ -31,11 +31,11 @@ class Records(Record):
 def advance(slots: Slots, lanes: Sequence[int], logits: Tensor, index: Tensor | None = None) -> None:
     """Choose the next token of each lane from `logits` [lanes, V or more] and append it, unless the slot is done.
 
-    `index` is the table lane → slot (`Crossing.select`), if it is at hand: making one may cost a copy.
+    `index` is the table lane → slot (`Crossing.select`), if the caller has it: making one may cost a copy.
     """
     rows = Records(slots, lanes, index)
     index, length, done = rows.index, rows.length, rows.done
-    # A slot that is done may stand at the last position: it writes back what is there.
+    # A done slot may be at the last position: it writes back the token that is there.
     place = length.clamp(max=slots.capacity - 1)
     raw = logits[:, : slots.config.vocab_size].float()
     token = sample(adjust(raw, rows), rows, slots.noise[index, place])
@@ -55,7 +55,7 @@ def advance(slots: Slots, lanes: Sequence[int], logits: Tensor, index: Tensor | 
 
 
 def lower(slots: Slots, rows: Records, token: Tensor, which: Tensor) -> None:
-    """What is added to the logits of these tokens from now on, in lanes of which a text has got one."""
+    """Lower the bias of the appended tokens, for lanes where `which` is true."""
     place = rows.index, token
     had = slots.counts[place]
     lowered = rows.frequency + rows.presence * (had == 0)
@@ -64,7 +64,7 @@ def lower(slots: Slots, rows: Records, token: Tensor, which: Tensor) -> None:
 
 
 def _likeliest(logprob: Tensor, count: int) -> Tensor:
-    """The tokens of the largest `count` of each row, of equal ones the first: torch's topk has no order of ties."""
+    """Return the `count` likeliest tokens of each row, of equal ones the first; torch's topk does not order ties."""
     bits = logprob.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers of the same order
     last = logprob.shape[1] - 1
@@ -75,9 +75,9 @@ def _likeliest(logprob: Tensor, count: int) -> Tensor:
 def note_logprobs(
     slots: Slots, lanes: Sequence[int], logits: Tensor, was_done: Tensor, index: Tensor | None = None
 ) -> None:
-    """Note the log-probabilities of a step that has appended its tokens, chosen from `logits` [lanes, V or more, which
-    are -inf]; not of slots that were done before it (`was_done` [lanes]). All columns count, because torch's sums
-    depend on how a row is aligned, and rows of a padded width are all aligned alike."""
+    """Store the log-probabilities of a step that has appended its tokens, chosen from `logits` [lanes, V or more];
+    columns beyond V are -inf. Slots that were done before the step (`was_done` [lanes]) keep theirs. All columns take
+    part, because torch's sums depend on the alignment of a row, and rows of a padded width are all aligned alike."""
     assert slots.logprob is not None
     assert slots.top_logprob is not None
     assert slots.top_token is not None
@@ -93,7 +93,7 @@ def note_logprobs(
 
 
 def adjust(logits: Tensor, rows: Records) -> Tensor:
-    """Penalties, biases, and no end of text before its time. These act on greedy decoding as well."""
+    """Apply penalties and biases, and exclude the end of text before `min_length`. Greedy lanes are included."""
     (count, vocab), slots, eos = logits.shape, rows.slots, rows.slots.config.eos_token_id
     if rows.needs.penalty:
         ids = slots.tokens[rows.index]
@@ -111,10 +111,11 @@ def adjust(logits: Tensor, rows: Records) -> Tensor:
 
 
 def sample(logits: Tensor, rows: Records, keys: Tensor) -> Tensor:
-    """Greedy lanes take the likeliest token; the others the likeliest after Gumbel noise, which is a fair draw.
+    """Return the likeliest token of greedy lanes, and of the others the likeliest after Gumbel noise, which is a random
+    draw.
 
-    Among the ways to draw, this one is a plain argmax, and it forgives rounding best: a token changes only if the two
-    best sums are as close as the rounding error, whereas a cumulative distribution has 50,257 such brinks.
+    This draw is a plain argmax, and it tolerates rounding best: a token changes only if the two best sums are as close
+    as the rounding error, whereas a cumulative distribution has 50,257 such borders.
     """
     likeliest = logits.argmax(dim=-1)
     if not rows.needs.random:
@@ -125,11 +126,12 @@ def sample(logits: Tensor, rows: Records, keys: Tensor) -> Tensor:
 
 
 def truncate(scaled: Tensor, rows: Records) -> Tensor:
-    """Top-k, top-p and min-p, in this order: what is cut becomes -inf. Equally likely tokens stay or go together."""
+    """Apply top-k, top-p and min-p, in this order: excluded tokens become -inf. Equally likely tokens stay or go
+    together."""
     needs = rows.needs
     if needs.candidates:
-        # Sorting the whole vocabulary takes a CPU longer than a small model's forward pass, and a few hundred tokens
-        # nearly always hold the mass; a GPU sorts quickly but should not be asked whether they did.
+        # Sorting the vocabulary takes a CPU longer than the forward pass of a small model, and a few hundred tokens
+        # usually hold the mass. A GPU sorts fast, and a check whether they did would synchronise.
         hurried = scaled.device.type == "cpu" and needs.candidates > SHORT_LIST
         for count in (SHORT_LIST, needs.candidates) if hurried else (needs.candidates,):
             lowest, certain = _lowest_kept(scaled, rows, count)
@@ -144,7 +146,8 @@ def truncate(scaled: Tensor, rows: Records) -> Tensor:
 
 
 def _lowest_kept(scaled: Tensor, rows: Records, count: int) -> tuple[Tensor, Tensor]:
-    """The least likely token that top-k and top-p keep, judged by the `count` likeliest; whether those sufficed."""
+    """Return the score of the least likely token that top-k and top-p keep, judged by the `count` likeliest tokens, and
+    whether these sufficed."""
     vocab = scaled.shape[-1]
     top_k, top_p = rows.top_k[:, None], rows.top_p[:, None]
     ranked = scaled.topk(count, dim=-1).values if count < vocab else scaled.sort(dim=-1, descending=True).values
@@ -155,6 +158,6 @@ def _lowest_kept(scaled: Tensor, rows: Records, count: int) -> tuple[Tensor, Ten
     likelier = mass - probability  # mass of the likelier tokens
     nucleus = ranked.where((likelier < top_p) & (ranked >= kth), torch.inf).amin(dim=-1, keepdim=True)
     lowest = torch.where(top_p < 1, nucleus, kth)
-    # A top-k beyond the list leaves open what the mass is a share of.
+    # With top-k beyond the list, the total mass is unknown.
     certain = (top_k <= count) | ((top_k >= vocab) & ((top_p >= 1) | (mass[:, -1:] >= top_p)))
     return lowest, certain

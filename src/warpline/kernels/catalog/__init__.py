@@ -1,4 +1,4 @@
-"""The table of contents of everything we launch: one entry per op."""
+"""The catalog of all ops that are launched: one `KernelSpec` per op."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ CATALOG: dict[str, KernelSpec] = {
 
 
 def find(name: str) -> KernelSpec:
-    """The spec called `name`; an unknown name suggests the nearest."""
+    """Return the spec called `name`; the error for an unknown name suggests the nearest."""
     return CATALOG[one_of(name, CATALOG, "kernel")]

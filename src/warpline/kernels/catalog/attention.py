@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Of a block of attention: with more, a thread would have fewer registers than its part of the output needs.
+#: Most warps of a block of attention: with more, a thread has fewer registers than its part of the output needs.
 MOST_WARPS = 16
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, scale: float) -> tuple[Tensor, ...]:
-    """The queries are at the last of the keys' positions, but only those below `length` exist."""
+    """Reference: the queries are the last of the keys' positions; those at `length` and beyond get zeros."""
     import torch
 
     queries, keys = q.shape[-2], k.shape[-2]
@@ -53,7 +53,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, window: int, sca
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, _length: Tensor, window: int, scale: float) -> Tensor:
-    """torch's FlashAttention in half precision without a window, which it does not know; what it chooses otherwise."""
+    """Attention by torch: FlashAttention in half precision without a window, which it does not support; else torch's
+    choice."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -68,7 +69,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, _length: Tensor, window: int, scale: 
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, _length: Tensor, window: int, scale: float) -> Tensor:
-    """Three kernels: scores with the mask added, softmax, values."""
+    """Attention in three kernels: scores with the mask added, softmax, values."""
     import torch
 
     mask = _mask(q.shape[2], k.shape[2], window, q.dtype, q.device)
@@ -78,7 +79,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, _length: Tensor, window: int, scale:
 
 @functools.lru_cache(maxsize=8)
 def _mask(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where a query sees a key, -inf where it does not: [1, queries, keys]."""
+    """Return the mask [1, queries, keys]: 0 where a query sees a key, else -inf."""
     import torch
 
     hidden = ~torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -87,7 +88,7 @@ def _mask(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
     return torch.zeros(1, queries, keys, dtype=dtype, device=device).masked_fill(hidden, -torch.inf)
 
 
-#: Of both ops that attend to many queries at once.
+#: Tunables of both ops that attend to many queries at once.
 FLASH_TUNABLES = {
     "tile_queries": (64, 32, 128),
     "tile_keys": (64, 32, 128),
@@ -98,7 +99,7 @@ FLASH_TUNABLES = {
 
 
 def flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
-    """Each warp has 16 queries or a multiple; in fp32 a tile is dealt to 16 x 16 threads."""
+    """Whether each warp has a multiple of 16 queries; in fp32, whether a tile fits 16 x 16 threads."""
     queries, warps, teams = (tunables[n] for n in ("tile_queries", "warps", "teams"))
     if dtype == "fp32":
         return warps == 8 and teams == 1
@@ -106,18 +107,18 @@ def flash_allows(_dims: Dims, tunables: Tunables, dtype: str) -> bool:
 
 
 def flash_defaults(depth: int, blocks: Callable[[int], int], dtype: str, arch: str) -> Tunables:
-    """For heads of `depth`, where tiles of so many queries make so many blocks."""
+    """Return the defaults for heads of `depth`; blocks(queries) is the number of blocks with such tiles of queries."""
     if dtype == "fp32":
         roomy = arch_number(arch) in (80, 90, 100) and depth <= 64
         few = depth > 64 or blocks(64) < (132 if roomy else 264)
-        # Shared memory decides how many keys: less on Turing, twice as much for each where heads are large.
+        # Shared memory limits the keys: less on Turing, twice as much per key where heads are large.
         keys = 128 if roomy else 32 if depth > 64 or (not few and arch_number(arch) < 80) else 64
         return {"tile_queries": 32 if few else 64, "tile_keys": keys, "warps": 8, "teams": 1, "stages": 2}
     if arch_number(arch) < 80 or depth > 64:
         keys = 32 if arch_number(arch) < 80 and depth > 80 else 64
         return {"tile_queries": 64, "tile_keys": keys, "warps": 4, "teams": 1, "stages": 2}
     few = blocks(128) < 264
-    grouped = arch_number(arch) == 90 and depth == 64  # four warps multiply together there
+    grouped = arch_number(arch) == 90 and depth == 64  # wgmma, which needs four warps
     return {
         "tile_queries": 64 if few or grouped else 128,
         "tile_keys": 64,
@@ -128,18 +129,19 @@ def flash_defaults(depth: int, blocks: Callable[[int], int], dtype: str, arch: s
 
 
 def flash_invariant(depth: int, dtype: str, arch: str) -> Tunables:
-    """What is best for few rows, whatever their number: keys of a step and teams decide how a query's sums are made."""
+    """Return the defaults for few rows, for every number of rows: step size and teams decide the order of a query's
+    sums."""
     return flash_defaults(depth, lambda _tile_queries: 0, dtype, arch)
 
 
 def flash_launch(blocks: int, depth: int, tunables: Tunables, dtype: str) -> Launch:
-    """So many blocks, each with memory for its queries and for the keys and values that are on their way."""
+    """Return a launch of `blocks` blocks, each with shared memory for its queries and for keys and values in flight."""
     size, queries, keys = DTYPE_BYTES[dtype], tunables["tile_queries"], tunables["tile_keys"]
     row = -(-depth // 16) * 16 * size + 16
     if dtype == "fp32":
         shared = (queries + 2 * keys) * row + queries * (keys * size + 16)
     else:
-        # Of each query and other team the softmax and the output, in fragments, behind what all of them read.
+        # After the tiles are no longer needed: softmax and output fragments of each query, for every other team.
         merged = (tunables["teams"] - 1) * queries * 4 * (8 + -(-depth // 16) * 16)
         shared = max((queries + tunables["teams"] * tunables["stages"] * 2 * keys) * row, merged)
     teams = tunables["teams"]
@@ -151,7 +153,7 @@ def _flash_blocks(dims: Dims, tile_queries: int) -> int:
 
 
 def _pairs(dims: Dims) -> int:
-    """Query and key pairs that see each other, with every sequence full."""
+    """Return the number of query and key pairs that see each other, with every sequence full."""
     queries, keys, window = dims["queries"], dims["keys"], dims.get("window", 0)
     return sum(min(position + 1, window or keys) for position in range(keys - queries, keys))
 
@@ -210,8 +212,8 @@ FLASH_ATTENTION = KernelSpec(
 
 
 def _decode_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-    """Parts enough that a few hundred blocks read, but none of only a few dozen keys. Few blocks have many keys on
-    their way each; many blocks of short contexts are small ones."""
+    """Return enough parts that a few hundred blocks read, but none of only a few dozen keys. Few blocks have many keys
+    in flight each; for many short contexts blocks are small."""
     rows, positions = dims["batch"] * dims["heads"], dims["positions"]
     splits = next((n for n in (1, 2, 4, 8) if rows * n >= 256 or positions <= 128 * n), 16)
     unroll = 4 if rows * splits < 256 and dtype != "fp32" else 2
@@ -219,7 +221,7 @@ def _decode_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
     return {"warps": warps, "unroll": unroll, "splits": splits, "part": 0}
 
 
-#: Positions of a part where it may not depend on the batch, and the parts that a row may have.
+#: Positions of a part that must not depend on the batch, and the possible numbers of parts.
 _FIXED_PART, _SPLITS = 256, (1, 2, 4, 8, 16)
 
 
@@ -234,19 +236,19 @@ def _decode_launch(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
 
 
 def _coded_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
-    """A key has half the bytes, so as many keys again are on their way where there are as many, in smaller blocks."""
+    """Return defaults for codes: a key has half the bytes, so twice as many are in flight, in smaller blocks."""
     tunables = _decode_defaults(dims, dtype, arch)
     warps = min(tunables["warps"], 4)
-    at_once = 8 * warps  # of heads of 64, 16 bytes to a lane
+    at_once = 8 * warps  # for heads of 64, 16 bytes per lane
     return {**tunables, "warps": warps, "unroll": 4} if dims["positions"] > 2 * at_once else tunables
 
 
 def _coded_blocks(dims: Dims, tunables: Tunables, dtype: str) -> int:
-    """To expand codes the compiler takes twice the registers that it needs, so that half as many loads would be under
-    way: with so few threads to a multiprocessor nothing is spilled."""
+    """Return the blocks per multiprocessor for the compiler. To expand codes it takes twice the registers that it
+    needs, which would halve the loads in flight; with so few threads per multiprocessor no registers spill."""
     if tunables["unroll"] > 4:
         return 1
-    tensor = dtype == "fp16" and dims["depth"] == 64  # on tensor cores, whose sums take many
+    tensor = dtype == "fp16" and dims["depth"] == 64  # the sums of tensor cores take many registers
     roomy = not tensor and tunables["splits"] == 1 and dtype != "fp32"
     threads = 384 if tunables["unroll"] == 4 else 768 if roomy else 512
     return max(1, threads // (tunables["warps"] * THREADS_PER_WARP))

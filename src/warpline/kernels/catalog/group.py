@@ -1,4 +1,4 @@
-"""Products of a dozen to a thousand rows that have their LayerNorm or residual with them, by warpgroups (sm_90)."""
+"""Products of a dozen to a thousand rows with LayerNorm or residual included, by warp groups (sm_90)."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ _TUNABLES = {
     "chains": (2, 1),
     "segments": (1, 2, 4),
 }
-#: Tiles (rows, outputs, splits) in the order in which they are tried, and inputs from which on clusters share them. The
-#: first of which all run at once is the fastest or nearly so (H200, gpt2's products of 64 to 1,024 rows).
+#: Tiles (rows, outputs, splits) in the order in which they are tried, and the inputs from which on clusters share them.
+#: The first tiles whose blocks all run at once are the fastest or nearly so (H200, gpt2's products of 64 to 1,024
+#: rows).
 _NORM_TILES = ((64, 64, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1), (128, 144, 1), (128, 192, 1))
 _TILES = ((64, 16, 1), (64, 32, 1), (128, 32, 1), (128, 48, 1), (128, 64, 1), (128, 96, 1))
 _SPLIT_TILES = ((64, 64, 4), (128, 64, 4), (128, 64, 2), (128, 48, 1))
 _SPLIT_INPUTS = 2048
-#: The same where bits may not depend on the tile, and where no library takes over with thousands of rows: segments are
-#: those of a cluster of four, also where there is no cluster.
+#: The same where bits must not depend on the tile, and where no library takes over with thousands of rows. Segments are
+#: those of a cluster of four, also without a cluster.
 _TILES_INVARIANT = (*_TILES, (128, 192, 1))
 _SPLIT_TILES_INVARIANT = ((64, 64, 4), (128, 64, 4), (128, 48, 1), (128, 96, 1), (128, 128, 1))
-#: Blocks that every card of 132 SMs runs at once: clusters of four leave some SMs idle. With 64 rows to a block, more
-#: of them than this are slower, too.
+#: Blocks that every card of 132 SMs runs at once: clusters of four leave some SMs idle. With 64 rows per block, more
+#: blocks than this are also slower.
 _BLOCKS, _FEW_BLOCKS = 128, 96
-#: Registers of a thread for what it keeps while it multiplies, out of 168: nine warps are three on one scheduler.
+#: Registers of a thread for values kept during the products, out of 168: with nine warps one scheduler has three.
 _REGISTERS = 160
-#: Bytes of stages beyond which a ring is too long: everybody's first tiles come later.
+#: Most bytes of a ring: with more, the first tiles of all blocks arrive later.
 _RING_BYTES = 200_000
 
 
 def _halves(tunables: Tunables) -> int:
-    """HALVES of group_matmul.cuh: warpgroups that share 64 rows."""
+    """Return HALVES of group_matmul.cuh: the warp groups that share 64 rows."""
     return 2 if tunables["tile_m"] == 64 and tunables["tile_n"] >= 32 else 1
 
 
 def _allows(norm: bool) -> Callable[[Dims, Tunables, str], bool]:
     def allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
-        """A block has whole tiles of the inputs, and leaves whole slices; everything has room."""
+        """Whether a block has whole tiles of the inputs and leaves whole slices, and registers and shared memory
+        suffice."""
         inputs, splits, halves = dims["inputs"], tunables["splits"], _halves(tunables)
-        eights = tunables["tile_n"] // 8 // halves  # of a warp's outputs: there is no product of nine
+        eights = tunables["tile_n"] // 8 // halves  # of a warp's outputs; there is no wgmma of nine
         whole = inputs % (_DEPTH * splits) == 0 and dims["outputs"] % _SLICE == 0
         whole = whole and eights != 9 and (norm or eights % 2 == 0) and (eights <= 16 or splits == 1)
         standards, lines, barriers = tunables["tile_m"] * 32, tunables["tile_n"] * 8, tunables["stages"] * 16
@@ -63,7 +65,7 @@ def _allows(norm: bool) -> Callable[[Dims, Tunables, str], bool]:
         sums = eights * 4 * (chains + (segments > splits))
         statistics = inputs // _SLICE // halves if norm else 0
         fits = shared <= ARCH_LIMITS["sm_90"].block_shared_bytes and sums + statistics <= _REGISTERS
-        tiles_of_block = inputs // splits // _DEPTH  # a stage is given back when the next one is read: one is too few
+        tiles_of_block = inputs // splits // _DEPTH  # a stage is released when the next one is read, so one is too few
         return whole and fits and min(2, tiles_of_block) <= tunables["stages"] <= tiles_of_block
 
     return allows
@@ -79,7 +81,7 @@ def _defaults(norm: bool) -> Callable[[Dims, str, str], Tunables]:
 
 def _invariant(norm: bool) -> Callable[[Dims, str, str], Tunables]:
     def invariant(dims: Dims, dtype: str, _arch: str) -> Tunables:
-        """One chain of sums, which there is room for in tiles of every size."""
+        """Return tunables with one chain of sums, which fits into registers with tiles of every size."""
         clusters = not norm and _in_clusters(dims)
         tiles = _NORM_TILES if norm else _SPLIT_TILES_INVARIANT if clusters else _TILES_INVARIANT
         return _first_at_once(dims, dtype, norm, tiles, chains=1, segments=4 if clusters else 1)
@@ -88,7 +90,7 @@ def _invariant(norm: bool) -> Callable[[Dims, str, str], Tunables]:
 
 
 def _in_clusters(dims: Dims) -> bool:
-    """Whether the inputs are so many that clusters share them."""
+    """Whether there are so many inputs that clusters share them."""
     return dims["inputs"] >= _SPLIT_INPUTS and dims["inputs"] % (4 * _DEPTH) == 0
 
 
@@ -100,7 +102,7 @@ def _first_at_once(
     chains: int | None = None,
     segments: int | None = None,
 ) -> Tunables:
-    """The first tiles of which all run at once; none may, and then it is the largest."""
+    """Return the first tiles whose blocks all run at once, or else the largest."""
     inputs, found = dims["inputs"], dict[str, int]()
     for m, n, splits in tiles:
         most = min(inputs // splits // _DEPTH, _RING_BYTES // ((m + n) * _DEPTH * DTYPE_BYTES[dtype]))
@@ -125,13 +127,13 @@ def _launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
 
 
 def in_tiles(weight: Tensor) -> Tensor:
-    """[outputs, inputs] → [inputs/64, outputs, 64]: any outputs' part of a tile lies side by side, and in the order
-    that warpgroup.cuh wants: the eight chunks of a row exchanged by the row's number."""
+    """Rearrange [outputs, inputs] to [inputs/64, outputs, 64]: the part of a tile of any outputs is contiguous. The
+    eight chunks of a row are swizzled by the row's number, as in warpgroup.cuh."""
     return _exchanged(weight.view(len(weight), -1, _DEPTH).transpose(0, 1))
 
 
 def from_tiles(tiles: Tensor) -> Tensor:
-    """Back again."""
+    """Invert `in_tiles`."""
     return _exchanged(tiles).transpose(0, 1).flatten(1)
 
 
@@ -160,7 +162,7 @@ def _standard_reference(*, gelu: bool) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _peer(*, norm: bool, gelu: bool) -> Callable[..., Tensor]:
-    """Torch's way with a checkpoint's weights: it takes as long with these bytes, whatever their order."""
+    """Return torch's product with a checkpoint's weights; the order of their elements does not affect its time."""
 
     def standard(x: Tensor, _statistics: Tensor, weight: Tensor, _sums: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         from torch.nn import functional as F
@@ -177,7 +179,7 @@ def _peer(*, norm: bool, gelu: bool) -> Callable[..., Tensor]:
 
 
 def _of_slices(columns: str) -> str:
-    """Dimensions of the statistics of rows."""
+    """Return the dimensions of the statistics of rows."""
     return f"{columns}/{_SLICE} rows 2"
 
 
@@ -198,7 +200,8 @@ def _residual_reference(x: Tensor, weight: Tensor, bias: Tensor, residual: Tenso
 def _group_matmul(
     name: str, summary: str, *, norm: bool, gelu: bool = False, bench: list[tuple[int, int, int]]
 ) -> KernelSpec:
-    """With a LayerNorm before it, or else a residual behind it, whose rows it leaves the statistics of."""
+    """Return the spec of a product after a LayerNorm, or before a residual, which also leaves the statistics of its
+    rows."""
     return KernelSpec(
         name=name,
         summary=summary,
@@ -208,7 +211,7 @@ def _group_matmul(
         arguments=(
             tiles("x", "rows inputs", "tile_m"),
             reads("statistics", _of_slices("inputs"), between(0.5, 1.5)) if norm else Absent("statistics"),
-            reads("weight", f"inputs/{_DEPTH} outputs {_DEPTH}"),  # as `in_tiles` makes it
+            reads("weight", f"inputs/{_DEPTH} outputs {_DEPTH}"),  # as `in_tiles` returns it
             reads("weight_sums", "outputs", FLOAT) if norm else Absent("weight_sums"),
             reads("bias", "outputs", FLOAT if norm else STORAGE),
             Absent("residual") if norm else reads("residual", "rows outputs"),

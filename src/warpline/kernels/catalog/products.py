@@ -1,4 +1,4 @@
-"""Matrix products and what is fused with them: for one to eight rows, and for many."""
+"""Matrix products and the ops fused with them: for one to eight rows, and for many."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Rows up to which a product is a read of the weights.
+#: Most rows for which a product is a read of the weights.
 MOST_MATVEC_ROWS = 8
 
 
-#: What the name of an op ends in whose weights are int8 codes, and which dtypes it computes in.
+#: Suffix of the names of ops with int8 weights, and the dtypes in which they compute.
 CODED, CODED_DTYPES = "_int8", ("fp16", "bf16")
 
 
 def weights_of(left: Iterator[Tensor], like: Tensor, *, coded: bool) -> Tensor:
-    """The next matrix of an op's inputs, as numbers of the type of `like`."""
+    """Return the next matrix of an op's inputs in the dtype of `like`; codes are multiplied by their scales."""
     weight = next(left)
     return weight.to(like.dtype) * next(left).to(like.dtype)[:, None] if coded else weight
 
@@ -31,7 +31,7 @@ def weights_of(left: Iterator[Tensor], like: Tensor, *, coded: bool) -> Tensor:
 def _reference(
     *, norm: bool, bias: bool, gelu: bool, residual: bool, coded: bool = False
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The product in torch, with what is fused with it."""
+    """Return the reference: the product in torch, with the ops fused with it."""
 
     def reference(*inputs: Tensor, epsilon: float = 0.0) -> tuple[Tensor, ...]:
         from torch.nn import functional as F
@@ -50,14 +50,14 @@ def _reference(
 
 
 def _fused_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """cuBLASLt with bias and GELU in its epilogue."""
+    """Product by cuBLASLt with bias and GELU in its epilogue."""
     import torch
 
     return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
 
 
 def _vendor(*, gelu: bool) -> Callable[..., None]:
-    """cuBLASLt with bias, and in half precision GELU, in its epilogue."""
+    """Return the product by cuBLASLt with bias, and in half precision GELU, in its epilogue."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor, y: Tensor) -> None:
         import torch
@@ -77,53 +77,53 @@ def _optional(present: bool, name: str, dims: str) -> Buffer | Absent:
 
 
 def product_flops(dims: Dims) -> int:
-    """A multiplication and an addition for each weight and row."""
+    """Return two operations per weight and row: a multiplication and an addition."""
     return 2 * dims["rows"] * dims["inputs"] * dims["outputs"]
 
 
 # --- one to eight rows ------------------------------------------------------------------------------------------------
 
 _MATVEC_TUNABLES = {"warps": (8, 4), "sharers": (1, 2, 4, 8), "outputs_each": (1, 2, 4, 8, 16), "unroll": (4, 2, 8)}
-#: Outputs to a warp that are for tensor cores.
+#: Outputs per warp that select tensor cores.
 _TILES = (8, 16)
-#: Tiles of 16 outputs are for so many outputs on: of fewer, twice as many tiles of 8 keep more of a GPU reading.
+#: Least outputs for tiles of 16: with fewer, twice as many tiles of 8 keep more of a GPU reading.
 _LEAST_FOR_SIXTEEN = 16384
 
 
 def _fits_tensor_cores(dims: Dims, dtype: str, *, coded: bool) -> bool:
-    """Whether rows are whole vectors of 16 bytes of weights, in a type that tensor cores multiply."""
+    """Whether rows are whole 16-byte vectors of weights, in a type that tensor cores multiply."""
     return dtype != "fp32" and dims["inputs"] % (16 if coded else 8) == 0
 
 
 def on_tensor_cores(dims: Dims, dtype: str, *, coded: bool) -> bool:
-    """Whether a product of a few rows is one for tensor cores. One row leaves them mostly idle; but codes are converted
-    in pairs there, with fewer instructions than one by one."""
+    """Whether a product of few rows uses tensor cores. One row leaves them mostly idle, but codes are converted in
+    pairs there, which takes fewer instructions than one by one."""
     return (coded or dims["rows"] > 1) and _fits_tensor_cores(dims, dtype, coded=coded)
 
 
 def _matvec_defaults(dims: Dims, dtype: str, *, norm: bool, coded: bool) -> Tunables:
-    """Few outputs are shared by several warps, so that there are enough of them to fill a GPU. For plain weights it is
-    what sweeps on an H200 found best in a chain of overlapping launches, put into rules."""
+    """Return the defaults: several warps share an output where there are few, so that they fill a GPU. For plain
+    weights they are rules made from sweeps on an H200, in a chain of overlapping launches."""
     rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
 
     def sharers(wanted: int, least: int) -> int:
-        """Until there are `wanted` outputs times sharers, or fewer than `least` inputs for each of them."""
+        """Return the warps per output: until outputs times sharers reach `wanted`, or each has under `least` inputs."""
         return next(n for n in (1, 2, 4, 8) if n == 8 or outputs * n >= wanted or inputs < least * n)
 
     if on_tensor_cores(dims, dtype, coded=coded):
         if coded:
             n, each = sharers(65536, 128), 16 if outputs >= _LEAST_FOR_SIXTEEN else 8
-            long = inputs > 256 * n and each == 8 and rows <= 4  # and there are registers for it
+            long = inputs > 256 * n and each == 8 and rows <= 4  # then registers suffice
             return {"warps": 8, "sharers": n, "outputs_each": each, "unroll": 8 if long else 4}
         if not norm and max(outputs, inputs) <= 1024:
             return {"warps": 8, "sharers": 8, "outputs_each": 16, "unroll": 2}
         n = sharers(65536, 256)
-        # Everything at once where it fits into a warp's registers.
+        # All loads at once where they fit into a warp's registers.
         return {"warps": 8, "sharers": n, "outputs_each": 16, "unroll": 8 if inputs <= 256 * n else 4}
     if rows > 4:
         return {"warps": 4, "sharers": min(4, max(2, sharers(2048, 512))), "outputs_each": 4, "unroll": 2}
     if rows == 1 and not coded:
-        if norm and outputs <= 4096:  # few blocks, since each normalises x for itself
+        if norm and outputs <= 4096:  # few blocks, since each normalises x itself
             return {"warps": 8, "sharers": 4 if dtype == "fp32" else 1, "outputs_each": 4, "unroll": 4}
         if not norm and dtype != "fp32":
             if outputs < 1024 and inputs >= 2048:
@@ -133,7 +133,7 @@ def _matvec_defaults(dims: Dims, dtype: str, *, norm: bool, coded: bool) -> Tuna
 
 
 def matvec_allows(dims: Dims, tunables: Tunables, dtype: str, *, coded: bool) -> bool:
-    """Tiles of outputs are for tensor cores; in ordinary arithmetic a lane ends with one sum at most."""
+    """Whether tiles of outputs fit tensor cores; in ordinary arithmetic, whether a lane ends with one sum at most."""
     each, rows = tunables["outputs_each"], 1 << (dims["rows"] - 1).bit_length()
     if tunables.get("sharers", 1) > tunables["warps"]:
         return False
@@ -141,7 +141,7 @@ def matvec_allows(dims: Dims, tunables: Tunables, dtype: str, *, coded: bool) ->
 
 
 def row_pitch(inputs: int) -> int:
-    """ROW_PITCH of ops/matvec.cuh."""
+    """Return ROW_PITCH of ops/matvec.cuh."""
     return -(-inputs // 64) * 64 + 32
 
 
@@ -155,11 +155,11 @@ def _matvec_launch(norm: bool) -> Callable[[Dims, Tunables, str], Launch]:
 
 
 def shapes(listed: list[tuple[int, int, int]]) -> tuple[Dims, ...]:
-    """Rows, outputs and inputs by name."""
+    """Return dimensions by name from (rows, outputs, inputs)."""
     return tuple({"rows": rows, "outputs": outputs, "inputs": inputs} for rows, outputs, inputs in listed)
 
 
-#: Of codes rows may be whole vectors for x and not for them, or less than all lanes' of a warp.
+#: Shapes for codes: rows that are whole vectors of x but not of codes, or too short for all lanes of a warp.
 _CODED = [(3, 100, 72), (1, 50, 16), (5, 33, 48), (1, 1600, 1600), (8, 2000, 80)]
 _ODD = [(2, n, n) for n in (1, 2, 3, 63, 65, 127, 129, 1023)] + [(3, 1024, 64), (1, 128, 1024)]
 
@@ -205,7 +205,7 @@ def _matvec(name: str, summary: str, *, coded: bool, norm: bool = False, bias: b
 
 
 def _with_coded(name: str, summary: str, **options: Any) -> tuple[KernelSpec, KernelSpec]:
-    """The op, and the same with int8 weights."""
+    """Return the op, and the same with int8 weights."""
     return _matvec(name, summary, coded=False, **options), _matvec(name, summary, coded=True, **options)
 
 
@@ -248,7 +248,7 @@ _MATMUL_TUNABLES = {
     "splits": (1, 2, 4),
     "stages": (3, 2, 4, 5, 6, 7),
 }
-#: Rows up to which a product is mostly a read of the weights.
+#: Most rows for which a product is mostly a read of the weights.
 _FEW_ROWS = 256
 
 
@@ -275,8 +275,8 @@ def _matmul_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
 
 
 def _matmul_invariant(dims: Dims, dtype: str, arch: str) -> Tunables:
-    """One running sum over the inputs, whatever the tile. What warps do not share of the inputs they share of the
-    outputs."""
+    """Return tunables with one running sum over the inputs, whatever the tile. Warps that would share the inputs share
+    the outputs instead."""
     chosen = dict(_matmul_defaults(dims, dtype, arch))
     if dtype != "fp32" and chosen["warps_k"] > 1 and dims["outputs"] > 16384:
         warps = chosen["warps_n"] * chosen["warps_k"]
@@ -290,8 +290,8 @@ def _is_roomy(arch: str) -> bool:
 
 
 def _small_tile(dims: Dims, arch: str) -> tuple[int, ...]:
-    """What was the fastest on an H200 for the products of GPT-2: enough tiles to keep all SMs reading, as many of their
-    inputs on the way as there is shared memory for, and long products of few outputs shared by clusters."""
+    """Return the fastest tile on an H200 for GPT-2's products: enough tiles to keep all SMs reading, as many of their
+    inputs in flight as shared memory holds, and clusters that share long products of few outputs."""
     rows, outputs, inputs = dims["rows"], dims["outputs"], dims["inputs"]
     roomy = _is_roomy(arch)
     if outputs > 16384:
@@ -316,8 +316,8 @@ def _small_tile(dims: Dims, arch: str) -> tuple[int, ...]:
 
 
 def _matmul_allows(dims: Dims, tunables: Tunables, dtype: str) -> bool:
-    """Each warp has a whole number of pairs of fragments and of slices; in fp32 a tile is dealt to 16 x 16 threads. And
-    there is a GPU with enough shared memory."""
+    """Whether each warp has whole pairs of fragments and whole slices (in fp32, whether a tile fits 16 x 16 threads),
+    and some GPU has enough shared memory."""
     m, n, k, warps_m, warps_n, warps_k, _, _ = (tunables[name] for name in _MATMUL_TUNABLES)
     if _matmul_launch(dims, tunables, dtype).shared_bytes > max(a.block_shared_bytes for a in ARCH_LIMITS.values()):
         return False
@@ -377,7 +377,7 @@ MATMULS = (
         "matrix product, bias",
         bias=True,
         bench=[
-            # What the engine leaves to this kernel in a step of a batch: QKV and both projections.
+            # Products that the engine computes with this kernel in a step of a batch: QKV and both projections.
             *((rows, *shape) for rows in (16, 64, 128) for shape in ((2304, 768), (768, 768), (768, 3072))),
             (1024, 2304, 768),
             (16384, 2304, 768),

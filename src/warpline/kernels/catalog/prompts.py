@@ -1,4 +1,4 @@
-"""Attention of prompts: packed rows of many sequences in one launch, behind what their caches hold already."""
+"""Attention of prompts: packed rows of many sequences in one launch, after what their caches already hold."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: Numbers of an entry of the table that a launch goes through; the last three are 0.
+#: Numbers per entry of the table of tiles; the last three are 0.
 ENTRY = 8
 
 
 def prompt_tiles(
     slot: np.ndarray, start: np.ndarray, row: np.ndarray, count: np.ndarray, tile_queries: int
 ) -> np.ndarray:
-    """The table, int32 [tiles, 8], of the new tokens of n slots: of each `count` tokens at the positions of `slot` from
-    `start` on, in packed rows from `row` on. An entry is (slot, start, row, first, count, 0, 0, 0), for `tile_queries`
-    of them from `first` on. What sees the most keys takes the longest and comes first."""
+    """Return the table of tiles, int32 [tiles, 8], for the new tokens of n slots: `count` tokens at the positions of
+    `slot` from `start` on, in packed rows from `row` on. An entry is (slot, start, row, first, count, 0, 0, 0), for
+    `tile_queries` tokens from `first` on. Entries that see the most keys take the longest and come first."""
     import numpy as np
 
     tiles = -(-count // tile_queries)
@@ -56,15 +56,15 @@ def prompt_tiles(
 
 
 def _table(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
-    """For so many `lanes`, with up to `past` tokens in the cache: of any lengths, in any slots, half of them without a
-    past, and with an entry that only fills the table; or all alike and in order."""
+    """Make a test table for `lanes` sequences with up to `past` cached tokens: of any lengths, in any slots, half of
+    them without a past, and with an entry that only pads the table; or for `full` all equal and in order."""
     import numpy as np
     import torch
 
     lanes, rows, past = dims["lanes"], dims["rows"], dims.get("past", 0)
 
     def draw(highest: int | Tensor) -> Tensor:
-        """Up to `highest`, which is included."""
+        """Draw integers from 0 to `highest`, inclusive."""
         return (torch.rand(lanes, generator=generator) * (torch.as_tensor(highest) + 1)).long()
 
     slot, ends = torch.arange(lanes), rows * torch.arange(1, lanes + 1) // lanes
@@ -82,8 +82,8 @@ def _table(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
 def _attend(
     q: Tensor, tiles: Tensor, seen: Callable[[int, int, slice], tuple[Tensor, Tensor]], window: int, scale: float
 ) -> Tensor:
-    """Each sequence on its own, over the keys and values that `seen` gives of a slot, for new tokens from a position on
-    that stand in some of the rows."""
+    """Attend to each sequence on its own. `seen` returns the keys and values of a slot, for new tokens from a position
+    on that are in some of the rows."""
     import torch
 
     y = torch.zeros_like(q)
@@ -104,7 +104,7 @@ def _attend(
 def _prompt(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
 ) -> tuple[Tensor, ...]:
-    """Over what the cache holds once the new keys and values are in it."""
+    """Reference: attend to the cache, after the new keys and values have been stored in it."""
     cache_k, cache_v = cache_k.clone(), cache_v.clone()
 
     def seen(slot: int, start: int, new: slice) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _prompt_codes(
     window: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Over what older codes mean, and the new keys and values as they are."""
+    """Reference: attend to the expanded older codes, and to the new keys and values as they are."""
     import torch
 
     from warpline.codes import decode
@@ -164,11 +164,11 @@ def _quantise(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, _tiles: Tensor, cache_k: Tensor, cache_v: Tensor, window: int, scale: float
 ) -> tuple[Tensor, ...]:
-    """torch's own attention, of lanes that are all alike and fill their slots: the shapes say all."""
+    """Attention by torch, for equal lanes that fill their slots, so that shapes suffice."""
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention as attend
 
-    assert window <= 0  # which it does not know
+    assert window <= 0  # it does not support a window
     lanes, count = len(cache_k), q.shape[2] // len(cache_k)
     q, k, v = (t[0].unflatten(1, (lanes, count)).transpose(0, 1) for t in (q, k, v))
     for cache, new in ((cache_k, k), (cache_v, v)):
@@ -180,7 +180,7 @@ def _sdpa(
 
 
 def _sdpa_codes(*inputs: Tensor, window: int, scale: float) -> tuple[Tensor, ...]:
-    """The same over what codes mean."""
+    """Attention by torch over the expanded codes."""
     from warpline.codes import decode
 
     q, k, v, tiles, *caches, scales = inputs
@@ -189,7 +189,7 @@ def _sdpa_codes(*inputs: Tensor, window: int, scale: float) -> tuple[Tensor, ...
 
 
 def _places(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
-    """A slot and a position for each row, no two the same; where it is timed, in order."""
+    """Draw a slot and a position for each row, all different; in order if `full`, which is timed."""
     import torch
 
     count = dims["slots"] * dims["positions"]
@@ -198,20 +198,21 @@ def _places(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
 
 
 def _pairs(dims: Dims) -> int:
-    """Query and key pairs that see each other, of lanes that are all alike."""
+    """Return the number of query and key pairs that see each other, for equal lanes."""
     count, past, window = dims["rows"] // dims["lanes"], dims.get("past", 0), dims.get("window", 0)
     return dims["lanes"] * sum(min(position + 1, window or position + 1) for position in range(past, past + count))
 
 
 def _defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
-    """By rows alone, however many sequences they are of: the table is made with the tunables known."""
+    """Return defaults that depend on the rows only: the table is made after the tunables are chosen."""
     return flash_defaults(dims["depth"], lambda queries: dims["heads"] * -(-dims["rows"] // queries), dtype, arch)
 
 
 def _packed(
     lanes: int, heads: int, rows: int, slots: int, positions: int, depth: int = 64, *, past: int = 0, window: int = 0
 ) -> Dims:
-    """With as many tiles as there are of the smallest at most; how many a launch has its table says."""
+    """Return dimensions with the largest number of tiles, that of the smallest tile; the table says how many a launch
+    has."""
     dims = {"lanes": lanes, "heads": heads, "rows": rows, "slots": slots, "positions": positions, "depth": depth}
     numbers = {"past": past, "window": window}
     tiles = rows // min(FLASH_TUNABLES["tile_queries"]) + lanes
@@ -219,7 +220,7 @@ def _packed(
 
 
 def _alike(lanes: int, heads: int, count: int, past: int = 0) -> Dims:
-    """Lanes that fill their slots."""
+    """Return dimensions of lanes that fill their slots."""
     return _packed(lanes, heads, lanes * count, lanes, past + count, past=past)
 
 
@@ -239,7 +240,7 @@ def _prompt_op(name: str, summary: str, *, coded: bool = False) -> KernelSpec:
             views("k", new),
             views("v", new),
             reads("tiles", f"tiles {ENTRY}", Values("int32", made=_table)),
-            # What is put into it, if anything; how much is found there, the table says.
+            # The cache. It is written unless it holds codes; the table says how much is read.
             *(codes if coded else plain),
             pairs if coded else Absent("scales", "{}"),
             writes("y", "1 rows heads depth"),

@@ -1,4 +1,4 @@
-"""Ops that go over memory once: LayerNorm, softmax, GELU, embedding."""
+"""Ops that read and write memory once: LayerNorm, softmax, GELU, embedding."""
 
 from __future__ import annotations
 
@@ -91,24 +91,24 @@ def _embedding(ids: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> tupl
 
 
 def _row_warps(dims: Dims) -> int:
-    """Warps that share a row: as few as keep a lane's part of it in a comfortable number of registers."""
+    """Return the warps that share a row: as few as keep a lane's part of it in a moderate number of registers."""
     return next(warps for warps in (1, 2, 4, 8) if warps == 8 or dims["columns"] <= warps * THREADS_PER_WARP * 24)
 
 
 def _row_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
-    # Small blocks: a group of warps that is done makes room at once. 256 is 7 % slower at 1,600 columns.
+    # Small blocks: a group of warps that has ended frees room at once. 256 is 7 % slower at 1,600 columns.
     row_warps = _row_warps(dims)
     return {"block": max(128, row_warps * THREADS_PER_WARP), "row_warps": row_warps}
 
 
 def _embedding_defaults(dims: Dims, dtype: str, arch: str) -> Tunables:
-    # Rows come from anywhere, so much must be under way at once; in fp32 more lanes to a row do that.
+    # Rows are scattered, so many bytes must be in flight; in fp32 more lanes per row do that.
     usual = _row_defaults(dims, dtype, arch)
     return {**usual, "row_warps": max(4, usual["row_warps"])} if dtype == "fp32" else usual
 
 
 def _flat_defaults(dims: Dims, dtype: str, _arch: str) -> Tunables:
-    # Small blocks with one vector to a thread; where there is little to do, narrow vectors for more threads.
+    # Small blocks with one vector per thread; where there is little work, narrow vectors for more threads.
     few = dims["rows"] * dims["columns"] * DTYPE_BYTES[dtype] <= 1 << 17
     return {"block": 128, "unroll": 1, "bytes": 4 if few else 16}
 
@@ -119,7 +119,7 @@ def _one_row_per_group(dims: Dims, tunables: Tunables, _dtype: str) -> Launch:
 
 
 def _flat(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
-    """Vectors as wide as asked for and as every row allows: `vector_width` of common.cuh."""
+    """Return a launch with vectors as wide as the tunables and every row allow: `vector_width` of common.cuh."""
     size = DTYPE_BYTES[dtype]
     width = next(w for w in (8, 4, 2, 1) if w * size <= tunables["bytes"] and dims["columns"] % w == 0)
     vectors = dims["rows"] * dims["columns"] // width
@@ -132,8 +132,8 @@ _ODD = (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)
 
 
 def _tests(*columns: int, **fixed: int) -> tuple[Dims, ...]:
-    """Few and many rows of a usual width, and a few rows of every odd one: more where columns are few, since errors are
-    judged by the largest number, and where all are far below 0 a GELU is all cancellation."""
+    """Return few and many rows of a usual width, and some rows of every odd width: more where columns are few, because
+    errors are compared with the largest value, and where all are far below 0 GELU is all cancellation."""
     usual = [{"rows": rows, "columns": 768} for rows in (1, 2, 3, 7, 8, 9, 63, 65, 128)]
     odd = [{"rows": 33 if width < 8 else 5, "columns": width} for width in (*_ODD, *columns)]
     return tuple({**dims, **fixed} for dims in (*usual, *odd))
@@ -144,7 +144,7 @@ def _bench(*columns: int, **fixed: int) -> tuple[Dims, ...]:
     return tuple({"rows": rows, "columns": width, **fixed} for rows, width in shapes)
 
 
-#: Ops whose rows are held in registers, and ops that go through the elements one by one.
+#: Specs of ops that hold rows in registers, and of ops that process elements one by one.
 _row_op = functools.partial(
     KernelSpec,
     constants=("columns",),
@@ -257,7 +257,7 @@ def _embedding_of_slots(
     name: str, summary: str, rows: tuple[Buffer, ...], *, coded: bool, reference: Callable[..., tuple[Tensor, ...]],
     tests: tuple[Dims, ...], bench: tuple[Dims, ...],
 ) -> KernelSpec:  # fmt: skip
-    """Of tokens that slots hold; `rows` says which."""
+    """Return the spec of an embedding of tokens in slots; `rows` are the arguments that select them."""
     return _row_op(
         name=name + CODED * coded,
         summary=summary + ", of int8 weights" * coded,
@@ -330,7 +330,7 @@ EXPAND = _flat_op(
     ),
     flops=lambda dims: dims["rows"] * dims["columns"],
     reference=_expand,
-    dtypes=("fp16",),  # what activations are beside codes
+    dtypes=("fp16",),  # the dtype of activations with codes
     test_dims=_tests(1600, 6400),
     bench_dims=tuple(
         {"rows": rows, "columns": columns} for rows, columns in ((2304, 768), (50257, 768), (6400, 1600), (1600, 6400))

@@ -1,4 +1,4 @@
-"""What happens to slots: requests come in, tokens are appended, and the host is told."""
+"""Ops on slots: admit requests, append tokens, report to the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LANES = distinct("rows", "slots")
 
 
 def _some_lanes(dims: Dims, generator: torch.Generator, full: bool) -> Tensor:
-    """As many, but some say nothing."""
+    """Draw different lanes; some are -1, which are skipped."""
     import torch
 
     assert _LANES.made is not None
@@ -85,7 +85,7 @@ def _append(
 
 
 def _some_counts(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
-    """Of tokens that a text has had, or not."""
+    """Draw counts of tokens that a text has had, or not."""
     import torch
 
     return torch.randint(3, (dims["slots"], dims["vocab"]), generator=generator).int()
@@ -158,12 +158,12 @@ def _admit(
 
 
 def _admission(rows: int, capacity: int, each: int, vocab: int = 50257, biases: int = 16) -> Dims:
-    """Requests with up to so many tokens and biases."""
+    """Return dimensions of requests with up to `each` tokens and so many biases."""
     return _slots(rows, capacity, given=rows * each, vocab=vocab, biases=rows * biases)
 
 
 def _brought(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
-    """Any numbers, but tokens lie one behind the other."""
+    """Draw the integers of requests; the starts of their tokens and biases are consecutive."""
     import torch
 
     most = dims["given"] // dims["rows"]
@@ -176,7 +176,7 @@ def _brought(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
 
 
 def _different(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
-    """Tokens of which no request has one twice."""
+    """Draw tokens without duplicates within a request."""
     import torch
 
     each = dims["biases"] // dims["rows"]
@@ -189,13 +189,13 @@ ADMIT = KernelSpec(
     header="ops/admit.cuh",
     arguments=(
         pinned(reads("lanes", "rows", _MAYBE_LANES)),
-        # length, known, limit, min_length, top_k, begin, begin and number of biases
+        # length, known, limit, min_length, top_k, start of tokens, start and number of biases
         pinned(reads("integers", "rows 8", Values("int64", made=_brought))),
         pinned(reads("floats", "rows 6", FLOAT)),  # temperature, top_p, min_p, penalty, presence, frequency
         pinned(reads("flags", "rows 2", FLAG)),  # stops_at_eos, biased
         pinned(reads("stream", "rows", LONG_BITS)),
         pinned(reads("given", "given", BITS)),
-        # Of few rows: most have none, and then their slots' rows of both tables are left as they are.
+        # touched by few rows: most have no biases, and then their slots' rows of both tables do not change
         pinned(reads("biased_tokens", "biases", Values("int32", made=_different), touched="rows")),
         pinned(reads("biases", "biases", FLOAT, touched="rows")),
         *(

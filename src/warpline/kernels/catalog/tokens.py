@@ -1,4 +1,4 @@
-"""From the last hidden state to a token: the LM head's likeliest, and a draw from logits."""
+"""From the last hidden state to a token: the LM head's likeliest token, and a draw from logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def _logits(x: Tensor, gamma: Tensor, beta: Tensor, *head: Tensor, epsilon: float) -> Tensor:
-    """Of a head that is numbers, or codes and scales."""
+    """Return the logits of a head in floating point, or as codes and scales."""
     from torch.nn import functional as F
 
     weight = weights_of(iter(head), x, coded=len(head) > 1)
@@ -60,7 +60,7 @@ def _head_launch(dims: Dims, tunables: Tunables, dtype: str) -> Launch:
 
 
 def _head_defaults(dims: Dims, dtype: str, *, coded: bool) -> Tunables:
-    """Long-lived blocks, a few for each SM of a large GPU: each has to normalise the rows for itself first."""
+    """Return long-lived blocks, a few per SM of a large GPU, because each normalises the rows itself."""
     narrow = dims["inputs"] * DTYPE_BYTES[dtype] <= 2048
     if on_tensor_cores(dims, dtype, coded=coded):
         each, unroll, repeat = 16, 4 if coded else 2, 3
@@ -137,7 +137,7 @@ def _scores(
     *,
     eos: int,
 ) -> Tensor:
-    """What a draw takes the largest of: scaled logits plus noise, -inf where a token is out of the question."""
+    """Return the values of which a draw takes the largest: scaled logits plus noise, -inf for excluded tokens."""
     import torch
 
     rows, vocab = logits.shape
@@ -172,12 +172,12 @@ def _draw(logits: Tensor, *others: Tensor, eos: int) -> tuple[Tensor, ...]:
 
 
 def _sampling(rows: int, vocab: int, capacity: int) -> Dims:
-    """Of logits that may be padded: there are fewer tokens then."""
+    """Return dimensions of sampling; with a vocabulary of 1,024 the logits are padded: there are fewer tokens."""
     return {"rows": rows, "vocab": vocab, "slots": rows + 1, "capacity": capacity, "entries": vocab - (vocab == 1024)}
 
 
 def _sample_defaults(dims: Dims, _dtype: str, _arch: str) -> Tunables:
-    # A row is one block's, so what is on its way at once decides.
+    # One block per row, so the loads in flight decide.
     return {"block": 1024, "unroll": 8} if dims["vocab"] > 4096 else {"block": 256, "unroll": 2}
 
 
@@ -199,7 +199,7 @@ SAMPLE = KernelSpec(
         reads("min_length", "slots", count_of("capacity"), touched="rows"),
         reads("stops_at_eos", "slots", FLAG, touched="rows"),
         reads("biased", "slots", FLAG, touched="rows"),
-        reads("bias", "slots entries", FLOAT, touched="rows"),  # of few rows: most have none
+        reads("bias", "slots entries", FLOAT, touched="rows"),  # touched by few rows: most have none
         reads("lanes", "rows", distinct("rows", "slots")),
         writes("token", "rows", index_into("vocab")),
         writes("logit", "rows", FLOAT),
@@ -219,7 +219,7 @@ SAMPLE = KernelSpec(
         *(_sampling(5, n, 7) for n in (1, 2, 3, 63, 64, 65, 127, 128, 129, 1023, 1024)),
         _sampling(64, 300, 20),
         _sampling(33, 50257, 1024),
-        _sampling(64, 50304, 1024),  # padded, as the engine has it: vectors of tokens
+        _sampling(64, 50304, 1024),  # padded, as in the engine: vectors of tokens
     ),
     bench_dims=(_sampling(1, 50257, 1024), _sampling(8, 50257, 1024), _sampling(64, 50257, 1024)),
 )

@@ -1,1 +1,1 @@
-"""What runs on a CPU: loops (`decode`, `choose`, `arithmetic`) that `build` compiles and `library` keeps."""
+"""CPU kernels: loops (`decode` and the modules it uses) that `build` compiles with numba and `library` stores."""

@@ -1,4 +1,4 @@
-"""Sums, products and a few functions, written so that the compiler makes vectors of them."""
+"""LayerNorm, activations and elementary functions, written so that the compiler vectorises them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ONE = np.float32(1)
 
 @intrinsic
 def exp(_context: Any, _x: Any) -> Any:
-    """e to the x, to a relative error of 2e-7 (where x is within +-87); very small ones are 2^-126."""
+    """e to the x with a relative error of 2e-7 (for x within ±87); very small results become 2^-126."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return exponential(builder, builder.fmul(arguments[0], alike(arguments[0].type, LOG2_E)))
@@ -27,7 +27,7 @@ def exp(_context: Any, _x: Any) -> Any:
 
 @njit(**INNER)
 def log(x: Number) -> Number:
-    """The natural logarithm of a normal positive number, to a few units in the last place."""
+    """Return the natural logarithm of a normal positive number, to a few units in the last place."""
     bits = as_bits(np.float32(x))
     # A mantissa between sqrt(1/2) and sqrt(2) keeps the polynomial short.
     shifted = bits - np.int32(0x3F3504F3)
@@ -48,7 +48,7 @@ def log(x: Number) -> Number:
 
 @njit(**INNER, fastmath=True)
 def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Number, y: np.ndarray) -> None:
-    """LayerNorm of a row."""
+    """Compute LayerNorm of a row into y."""
     count = len(x)
     total = np.float32(0)
     for i in range(count):
@@ -92,5 +92,5 @@ def _tanh(x: Number) -> Number:
     return np.float32(2) * _sigmoid(np.float32(2) * x) - _ONE
 
 
-#: Under the names of `config.ACTIVATIONS`.
+#: By the names of `config.ACTIVATIONS`.
 ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "silu": _silu, "tanh": _tanh}

@@ -1,8 +1,8 @@
 """Attention of one head: rows of one sequence at consecutive positions, over what the cache holds.
 
-A row alone reads keys as they lie. Several rows share keys that are turned first, so that a lane is a position and a
-sum of products needs no sum across a vector; it is in the order of `vectors.products` all the same. Values are added
-position by position. So a row has the same bits among other rows and alone.
+A single row reads keys as they are stored. Several rows share keys that are transposed first, so that a lane is a
+position and a dot product needs no sum across a vector; it adds in the order of `vectors.products` all the same. Values
+are added position by position. So a row has the same bits alone and among other rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from warpline.kernels.cpu.vectors import (
 
 _FLOAT, _INT32 = ir.FloatType(), ir.IntType(32)
 _INTEGERS = ir.VectorType(_INT32, LANES)
-#: Elements of a head of all GPT-2s. Loops over a number that the compiler does not know are half as fast.
+#: Head size of all GPT-2 models. Loops over a number that the compiler does not know take twice as long.
 _USUAL = 64
 #: Below all scores.
 _LEAST = -3e38
@@ -48,9 +48,10 @@ _ABREAST = 4
 
 @functools.cache
 def _mixed(rows: int) -> Callable[..., int]:
-    """To so many rows of results add values, each times its weight, position by position. Compiled code calls it with
-    addresses and numbers: values and the type of their elements, elements of a row of them, positions; weights, and
-    from row to row of them; results, and from row to row of them."""
+    """Return a function that adds values, each times its weight, to `rows` rows of results, position by position.
+
+    Its arguments: address of the values and type of their elements, elements per row of values, positions; address of
+    the weights and their row stride; address of the results and their row stride."""
 
     @intrinsic
     def made(
@@ -62,7 +63,7 @@ def _mixed(rows: int) -> Callable[..., int]:
             values, _, depth, count, weights, between, y, apart = arguments
 
             def columns(first: Any, vectors: int, like: Any) -> None:
-                """Of so many vectors, or of one element."""
+                """Add `vectors` vectors of columns, or one element."""
 
                 def place(row: int, vector: int) -> Any:
                     at = builder.add(builder.mul(apart, number(row)), builder.add(first, number(LANES * vector)))
@@ -106,8 +107,8 @@ def _mixed(rows: int) -> Callable[..., int]:
 
 @intrinsic
 def _softened(_context: Any, scores: Any, count: Any, scale: Any) -> Any:
-    """Scores become e to the scaled score less the largest. What it returns is one by their sum. Compiled code calls it
-    with an address; up to a whole vector, what lies behind the last score may be written to."""
+    """Replace scores by exp(scaled score minus the largest) and return 1 / their sum. `scores` is an address; up to a
+    whole vector behind the last score may be overwritten."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         scores, count, scale = arguments
@@ -117,7 +118,7 @@ def _softened(_context: Any, scores: Any, count: Any, scale: Any) -> Any:
         is_there = builder.icmp_unsigned("<", lanes, spread(builder, rest, _INTEGERS))
 
         def each(do: Callable[[Any, Any], None]) -> None:
-            """With every vector's place, and with which of its lanes are there, if not all."""
+            """Call `do` with every vector's address, and the mask of its valid lanes, None for all."""
             with cgutils.for_range(builder, vectors) as loop:
                 do(place(loop.index), None)
             with builder.if_then(builder.icmp_unsigned(">", rest, _INT32(0))):
@@ -156,13 +157,13 @@ def _softened(_context: Any, scores: Any, count: Any, scale: Any) -> Any:
 
 @intrinsic
 def _turned(_context: Any, keys: Any, kind: Any, depth: Any, count: Any, panel: Any) -> Any:
-    """Keys of at most `LANES` positions as float32, element by element: vectors in which a lane is a position."""
+    """Store keys of at most `LANES` positions as float32, transposed: vectors in which a lane is a position."""
     stored = kind.instance_type
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         keys, _, depth, count, panel = arguments
         last = builder.sub(count, number(1))
-        firsts = []  # elements at which rows begin; there is the last one in place of those that are not there
+        firsts = []  # elements at which rows begin; missing rows repeat the last one
         for i in range(LANES):
             row = builder.select(builder.icmp_unsigned("<", number(i), last), number(i), last)
             firsts.append(builder.mul(row, depth))
@@ -190,9 +191,11 @@ def _turned(_context: Any, keys: Any, kind: Any, depth: Any, count: Any, panel: 
 
 @functools.cache
 def _scored(rows: int, known: int | None = None) -> Callable[..., int]:
-    """Scores of so many rows of q for keys that are turned, with the bits that `vectors.products` gives. Compiled code
-    calls it with addresses and numbers: keys, first row, elements of a row, which may be `known` before; scores, and
-    from row to row of them."""
+    """Return a function that computes scores of `rows` rows of q for transposed keys, with the bits of
+    `vectors.products`.
+
+    Its arguments: addresses of the keys and of the first row, elements of a row (`known` if given at compile time);
+    address of the scores and their row stride."""
 
     @intrinsic
     def made(_context: Any, panel: Any, q: Any, depth: Any, scores: Any, apart: Any) -> Any:
@@ -218,7 +221,7 @@ def _scored(rows: int, known: int | None = None) -> Callable[..., int]:
                 return made
 
             def summed_up(first: int, step: int) -> list[Any]:
-                """Of the elements from the first on, every so many."""
+                """Sum the elements from `first` on, every `step`-th."""
                 if step < STRIDE:
                     halves = summed_up(first, 2 * step), summed_up(first + step, 2 * step)
                     return [builder.fadd(a, b) for a, b in zip(*halves, strict=True)]
@@ -250,13 +253,13 @@ _apart = njit(**INNER)(apart)
 
 @functools.cache
 def attend_of(cached: Any, wide: bool) -> Callable[..., None]:
-    """Attention over a cache whose elements are of numpy's type `cached`: of `rows` rows the first looks at positions
-    below `last`, each other at one more; the last `window` of these, if it is not 0. `q` and `y` are the addresses of
-    this head's numbers, `q_apart` and `y_apart` the distances of rows, and at `room` there is memory for
-    `sizes.attending`. `wide`: see `decode.program`."""
+    """Return attention over a cache of numpy's type `cached`. The first of `rows` rows sees the positions below `last`,
+    each next row one more; the last `window` of these, if it is not 0. `q` and `y` are addresses of this head's values,
+    `q_apart` and `y_apart` the row strides, and `room` is the address of `sizes.attending` floats. `wide`: see
+    `decode.program`."""
     cell = np.dtype(cached).itemsize
     in_turn, single = products(1, 4, in_turn=True), products(1, 1)
-    most = 4 if wide else 1  # rows whose sums the registers hold
+    most = 4 if wide else 1  # rows whose sums fit into the registers
     scored, scored_one, scored_unusual = _scored(most, _USUAL), _scored(1, _USUAL), _scored(1)
     mixed_group, mixed = _mixed(GROUP), _mixed(1)
 
@@ -264,7 +267,7 @@ def attend_of(cached: Any, wide: bool) -> Callable[..., None]:
     def score_all(
         q: int, q_apart: int, rows: int, keys: int, depth: int, last: int, scores: int, apart: int, panel: int
     ) -> None:
-        """Of all rows, for all positions, from copies of q and keys behind the scores."""
+        """Compute the scores of all rows for all positions, from copies of q and keys behind the scores."""
         copies = panel + 4 * LANES * depth
         for i in range(rows):
             given, copy = (
@@ -276,7 +279,7 @@ def attend_of(cached: Any, wide: bool) -> Callable[..., None]:
         end = last + rows - 1
         for t in range(0, end, LANES):
             _turned(keys + t * depth * cell, cached, depth, min(LANES, end - t), panel)
-            r = max(0, t - last + 1)  # the first that looks at t
+            r = max(0, t - last + 1)  # the first row that sees t
             while r < rows:
                 here, target = copies + 4 * r * depth, scores + 4 * (r * apart + t)
                 if depth != _USUAL:
@@ -291,7 +294,7 @@ def attend_of(cached: Any, wide: bool) -> Callable[..., None]:
 
     @njit(**INNER)
     def score(q: int, keys: int, depth: int, first: int, last: int, scores: int) -> None:
-        """Of one row."""
+        """Compute the scores of one row."""
         t = first
         while t < last:
             if last - t >= 4:
@@ -328,7 +331,7 @@ def attend_of(cached: Any, wide: bool) -> Callable[..., None]:
                 mixed_group(here, cached, depth, count, weights + 4 * begin, apart, target, y_apart)
             else:
                 mixed(here, cached, depth, count, weights + 4 * begin, apart, target, y_apart)
-            for i in range(1, some):  # what the first of them does not look at
+            for i in range(1, some):  # the positions that the first row does not see
                 later, more = values + end * depth * cell, weights + 4 * (i * apart + end)
                 mixed(later, cached, depth, i, more, apart, target + 4 * i * y_apart, y_apart)
             for i in range(some):

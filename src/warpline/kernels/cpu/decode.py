@@ -1,11 +1,10 @@
-"""Many tokens in one call: every thread of a team runs this function, and they share the work of each stage.
+"""Decodes many tokens in one call: every thread of a team runs this function, and they share the work of each stage.
 
-The work of a stage is cut into pieces that any thread may take. A stage has ended when its pieces have, so no thread
-waits for one that the system has put aside, unless that holds a piece; such a one finds nothing to do until it has
-caught up. So the number of pieces is the same in all steps of a call, whatever rows they have. Each output of a product
-is computed by one thread in one order, so results depend neither on which took it nor on how many threads there are,
-nor on the other rows. Of a few rows every thread does LayerNorm for itself, which saves a stage; many are prepared
-together.
+The idea: a stage is divided into pieces that any thread may take, and ends when its pieces have ended. So threads do
+not wait for one that the system has descheduled, unless it holds a piece; such a thread finds no work until it has
+caught up. Requires: the number of pieces is the same in all steps of a call, whatever their rows. One thread computes
+each output of a product in a fixed order, so results do not depend on the thread, on the number of threads, or on other
+rows. With few rows every thread computes LayerNorm itself, which saves a stage; many rows are prepared together.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _row_bytes, _apart = njit(**INNER)(row_bytes), njit(**INNER)(apart)
 
 
 def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callable[[int, Any], None]:
-    """The function for weights and a cache of numpy's types `stored` and `cached`. `wide`: the CPU has vectors of 64
-    bytes."""
+    """Return the decode function for weights and a cache of numpy's types `stored` and `cached`. `wide`: the CPU has
+    64-byte vectors."""
     activated, cell, attend = ACTIVATIONS[activation], np.dtype(cached).itemsize, attend_of(cached, wide)
     multiply_codes, all_codes = multiply_panels_of(np.int8, wide), stored is np.int8
-    plain = np.float32 if all_codes else stored  # which codes have no use for
+    plain = np.float32 if all_codes else stored  # unused with codes
     multiply_panels, multiply, logit = multiply_panels_of(plain, wide), multiply_of(plain), product_of(plain)
 
     @njit(**INNER)
@@ -91,13 +90,13 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def is_in_rows(at: np.ndarray, stage: np.ndarray) -> bool:
-        """Whether its matrix is read row by row, not in panels."""
+        """Whether the matrix is read row by row, not in panels."""
         return stage[Stage.IN_ROWS.value] != 0 and not multiplies_codes(at, stage)
 
     @njit(**INNER)
     def cut(at: np.ndarray, stage: np.ndarray) -> tuple[int, int]:
-        """Into how many pieces a product's outputs are cut, and each of these by rows. Where rows are many, pieces may
-        be small: what counts is that no thread waits long for the last one."""
+        """Return into how many pieces a product's outputs are divided, and each of these by rows. With many rows pieces
+        may be small; what matters is that no thread waits long for the last one."""
         pieces, preparing = stage[Stage.PIECES.value], at[Word.PREPARING.value]
         if preparing == 0 or is_in_rows(at, stage):
             return pieces, 1
@@ -106,8 +105,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def product(at: np.ndarray, stage: np.ndarray, piece: int, x: int, x_apart: int, room: int) -> None:
-        """Outputs of a stage, for rows of x that are `x_apart` bytes apart, or where codes are multiplied for rows in
-        quanta."""
+        """Compute a piece of a stage's product for rows of x (quanta, if codes are multiplied) that are `x_apart` bytes
+        apart."""
         outputs, inputs, rows = stage[Stage.OUTPUTS.value], stage[Stage.INPUTS.value], at[Word.ROWS.value]
         form, biases, target = stage[Stage.FORM.value], stage[Stage.BIAS.value], stage[Stage.TARGET.value]
         units = outputs if is_in_rows(at, stage) else (outputs + PANEL - 1) // PANEL
@@ -139,7 +138,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def rescore(at: np.ndarray, stage: np.ndarray, r: int, slot: int, private: int) -> None:
-        """Of the logits of a row, which codes have made, those anew that can be the largest."""
+        """Compute from the matrix those logits of a row that can be the largest; codes gave the first values."""
         rows, width, vocab = at[Word.ROWS.value], at[Word.WIDTH.value], at[Word.VOCAB.value]
         x, normal = matrix(at[Word.X.value], FLOAT32, rows, width), array(private, FLOAT32, width)
         weight, bias = (
@@ -151,7 +150,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         logits = matrix(at[Word.LOGITS.value], FLOAT32, rows, vocab)[r]
         marks = matrix(at[Word.MARKS.value], FLAG, rows, vocab)[r]
         if banned >= 0:
-            logits[banned] = np.float32(-np.inf)  # which excludes nothing else
+            logits[banned] = np.float32(-np.inf)  # it excludes no other token
         errors, norms = (
             array(stage[Stage.ERRORS.value], FLOAT32, vocab),
             array(stage[Stage.NORMS.value], FLOAT32, vocab),
@@ -170,8 +169,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def attention(at: np.ndarray, stage: np.ndarray, piece: int, room: int) -> None:
-        """One head of a lane: its keys and values, or attention, or of newest tokens both. Pieces that follow one
-        another have the same head, whose keys and values stay near."""
+        """Compute one head of a lane: store its keys and values, or attend, or both for newest tokens. Consecutive
+        pieces have the same head, whose keys and values stay in the cache."""
         heads, width, capacity = at[Word.HEADS.value], at[Word.WIDTH.value], at[Word.CAPACITY.value]
         depth, newest, rows = width // heads, at[Word.BEGIN.value] == Begin.NEWEST.value, at[Word.ROWS.value]
         head, lane = piece // at[Word.LANES.value], piece % at[Word.LANES.value]
@@ -200,13 +199,13 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def is_as_wanted(at: np.ndarray, stage: np.ndarray) -> bool:
-        """Whether a product takes its rows of x as they lie: no LayerNorm before it, and no codes."""
+        """Whether a product reads its rows of x directly: no LayerNorm before it, and no codes."""
         return stage[Stage.NORM.value] == 0 and not multiplies_codes(at, stage)
 
     @njit(**INNER)
     def size_of_row(at: np.ndarray, stage: np.ndarray) -> int:
-        """Bytes of a prepared one, and to the next. An odd number of lines, so that rows do not compete for the same
-        places of a cache, unless the matrix is in rows itself."""
+        """Return the bytes from one prepared row to the next. An odd number of cache lines, so that rows do not compete
+        for the same cache sets, unless the matrix is row by row itself."""
         inputs = stage[Stage.INPUTS.value]
         if multiplies_codes(at, stage):
             return _row_bytes(inputs)
@@ -214,8 +213,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def prepare(at: np.ndarray, stage: np.ndarray, first: int, last: int, target: int, room: int) -> None:
-        """Some rows of x become what a product wants: behind LayerNorm if there is one, in quanta for codes. `target`
-        is where the first of all rows goes; at `room` there is memory for one."""
+        """Prepare rows of x for a product: LayerNorm if there is one, quanta for codes. `target` is the address of the
+        first of all rows; at `room` there is memory for one row."""
         inputs, codes, each = stage[Stage.INPUTS.value], multiplies_codes(at, stage), size_of_row(at, stage)
         count = inputs if stage[Stage.NORM.value] != 0 else 0
         weight, bias = (
@@ -232,7 +231,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def prepare_together(at: np.ndarray, stage: np.ndarray, base: int, private: int) -> None:
-        """Every row once, for all threads."""
+        """Prepare every row once, for all threads."""
         pieces = at[Word.PREPARING.value]
         piece = claim(at, base + pieces)
         while piece >= 0:
@@ -245,8 +244,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def prepared(at: np.ndarray, stage: np.ndarray, room: int) -> tuple[int, int, int]:
-        """Rows of x as a product wants them, made here unless they were made together: their address, the bytes from
-        one to the next, and where memory is free."""
+        """Return the address of the prepared rows of x, the bytes from one to the next, and the address of free memory.
+        The rows are prepared here unless they were prepared together."""
         if is_as_wanted(at, stage):
             return stage[Stage.SOURCE.value], 4 * stage[Stage.SOURCE_APART.value], room
         rows, each = at[Word.ROWS.value], size_of_row(at, stage)
@@ -258,10 +257,10 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def note(at: np.ndarray, me: int) -> None:
-        """Write this thread's clock, if somebody wants it: the first word of its room counts moments."""
+        """Store this thread's clock, if a profile is wanted. The first word of its memory counts the moments."""
         if at[Word.CLOCKS.value] != 0:
             count = at[Word.MOMENTS.value]
-            # Behind the counter; two words more are the clock's.
+            # The count comes first; the two words at the end are the clock's scratch.
             room = array(at[Word.CLOCKS.value] + 8 * me * (count + 3), INT64, count + 3)
             if room[0] < count:
                 room[1 + room[0]] = clock(at[Word.CLOCKS.value] + 8 * (me * (count + 3) + count + 1))
@@ -269,14 +268,14 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def staged(at: np.ndarray, stage: np.ndarray, base: int, end: int, private: int, me: int) -> None:
-        """The pieces of a stage that no other thread takes."""
+        """Run the pieces of a stage that no other thread takes, and wait until the stage has ended."""
         x, x_apart, room, is_ready = 0, 0, private, False
         piece = claim(at, end)
         while piece >= 0:
             if stage[Stage.FORM.value] >= Form.CACHED.value:
                 attention(at, stage, piece - base, private)
             else:
-                if not is_ready:  # only who has a piece knows which pass it is
+                if not is_ready:  # a thread without a piece cannot know which pass this is
                     x, x_apart, room = prepared(at, stage, private)
                     is_ready = True
                 product(at, stage, piece - base, x, x_apart, room)
@@ -288,7 +287,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def sample_next(at: np.ndarray, head: np.ndarray, lane: int, step: int, private: int) -> None:
-        """The end of a lane's step: a token of its newest row, and of each row behind a draft that was right."""
+        """End a lane's step: a token for its newest row, and for each row after a draft that was right."""
         slots, drafts = at[Word.SLOTS.value], at[Word.DRAFTS.value]
         slot, firsts = (
             int_at(at[Word.LANE_SLOTS.value], lane),
@@ -320,13 +319,14 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
 
     @njit(**INNER)
     def plan(at: np.ndarray) -> None:
-        """The first pass of a call with drafts."""
+        """Lay out the first pass of a call with drafts."""
         for lane in range(at[Word.LANES.value]):
             draft_next(at, int_at(at[Word.LANE_SLOTS.value], lane))
         lay_out(at)
 
     def decode(me: int, words: int) -> None:
-        """Up to so many steps of the lanes that are not done. Every thread of the team calls it with its own number."""
+        """Take up to STEPS steps of the lanes that are not done. Requires: every thread of the team calls it with its
+        own number."""
         at = array(words, INT64, _WORDS)
         lanes, begin, drafts = at[Word.LANES.value], at[Word.BEGIN.value], at[Word.DRAFTS.value]
         private = at[Word.PRIVATE.value] + 4 * me * at[Word.PRIVATE_SIZE.value]
@@ -373,7 +373,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                     if piece == base and atomic_load(at[Word.HALT.value]) != 0:  # one thread asks, so that all agree
                         array(at[Word.STOP.value], INT64, 1)[0] = step + 1
                     if drafts > 0 and add_fetch(at[Word.LEFT.value], -1) == 0:
-                        lay_out(at)  # all lanes have their drafts, and nobody goes on before this piece has ended
+                        lay_out(at)  # all lanes have their drafts; no thread continues before this piece has ended
                     complete(at, base + lanes)
                     piece = claim(at, base + lanes)
                 note(at, me)

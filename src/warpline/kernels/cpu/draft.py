@@ -1,11 +1,11 @@
-"""Drafts: tokens that may come next, guessed from what came before. They are run as further rows of a pass, and kept
-as long as they are what is chosen anyway; a wrong one costs time and changes nothing.
+"""Drafts: guesses of the next tokens from the tokens before. They run as additional rows of a pass and are kept as long
+as they equal the tokens that are chosen anyway; a wrong one costs time and changes nothing.
 
-There are two sources: the text itself, behind the last place where it ended as it does now, and a table of what
-followed two to four tokens in other texts, if there is one. For each kind of match (how long it is, how sure the table
-is) a sequence has a moving average of how often it was right. That is learned of every token, also where nothing was
-drafted, since a guess costs nothing until it is run. A draft is run if it is likelier to be right than its row costs,
-so drafting ends by itself where it does not pay and begins again when it would.
+There are two sources: the text itself, after the last place that matches its end, and if given a table of what followed
+two to four tokens in other texts. For each kind of match (its length, or the table's confidence) a sequence keeps a
+moving average of how often it was right. It learns from every token, also where nothing was drafted, because a guess
+costs nothing until it is run. A draft is run if it is more likely to be right than its row costs, so drafting stops
+where it does not pay and starts again when it would.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from warpline.kernels.cpu.sizes import CLASSES, MOST_MATCH, ORDERS
 
 #: Weight of the newest outcome in a moving average.
 RATE = np.float32(1 / 16)
-# An entry of the table is one word, so that no thread sees half of one: how often it was right (8 bits), the token (24)
-# and a part of its key (31).
+# An entry of the table is one word, so no thread sees half of one: how often it was right (8 bits), the token (24) and
+# a part of its key (31).
 _TOKEN, _TAG = 8, 32
 _OFTEN = 255
 
 
 @njit(**INNER)
 def longest_match(tokens: np.ndarray, length: int) -> tuple[int, int]:
-    """How many tokens of the end of a text stand elsewhere in it, up to `MOST_MATCH`, and where that place ends; of
-    several the newest. 0 if there is none."""
+    """Return how many tokens at the end of a text also occur earlier in it, up to `MOST_MATCH`, and where that place
+    ends; the newest of several. 0 if there is none."""
     size, place, last = 0, 0, tokens[length - 1]
     for end in range(length - 1, size, -1):
         if tokens[end - 1] == last:
@@ -43,7 +43,7 @@ def longest_match(tokens: np.ndarray, length: int) -> tuple[int, int]:
 
 @njit(**INNER)
 def _key(tokens: np.ndarray, length: int, order: int) -> int:
-    """Of the last tokens: 63 mixed bits."""
+    """Return the hash of the last `order` tokens: 63 bits."""
     key = np.uint64(order)
     for i in range(length - order, length):
         key = np.uint64(np.uint64(key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15))
@@ -53,7 +53,7 @@ def _key(tokens: np.ndarray, length: int, order: int) -> int:
 
 @njit(**INNER)
 def look_up(table: np.ndarray, tokens: np.ndarray, length: int, order: int) -> tuple[int, int]:
-    """What followed so many tokens as stand at the end, or -1; and how sure that is, from 0."""
+    """Return the token that followed the last `order` tokens, or -1; and the class of confidence, from 0."""
     if length < order:
         return -1, 0
     key = _key(tokens, length, order)
@@ -66,7 +66,8 @@ def look_up(table: np.ndarray, tokens: np.ndarray, length: int, order: int) -> t
 
 @njit(**INNER)
 def note(table: np.ndarray, tokens: np.ndarray, length: int) -> None:
-    """The token at `length` has followed those before it. An entry that is contradicted loses its place in the end."""
+    """Learn that the token at `length` followed those before it. An entry that is contradicted often enough is
+    replaced."""
     token = tokens[length]
     for order in range(ORDERS[0], min(ORDERS[1], length) + 1):
         key = _key(tokens, length, order)
@@ -85,8 +86,8 @@ def note(table: np.ndarray, tokens: np.ndarray, length: int) -> None:
 def guess(
     tokens: np.ndarray, length: int, size: int, place: int, ahead: int, table: np.ndarray, chances: np.ndarray
 ) -> tuple[int, int]:
-    """The token that follows `length` tokens, or -1, and its kind. The text's own match was of `size` tokens and ended
-    at `place`, `ahead` tokens ago."""
+    """Return the guess of the token after `length` tokens, or -1, and its kind. The text's own match had `size` tokens
+    and ended at `place`, `ahead` tokens ago."""
     token, kind = -1, 0
     if size > 0:
         token, kind = tokens[place + ahead], min(size + ahead, MOST_MATCH) - 1
@@ -106,8 +107,8 @@ def draft(
     tokens: np.ndarray, length: int, most: int, known: int, bar: Number, table: np.ndarray, chances: np.ndarray,
     guesses: np.ndarray,
 ) -> None:  # fmt: skip
-    """Drafts behind a text, up to `most`: each as long as it and those before it are right with a chance above `bar`.
-    What is known already is not guessed."""
+    """Append up to `most` drafts to a text, as long as all of them together are right with a probability of at least
+    `bar`. Tokens that are known already are used as they are."""
     guesses[0], guesses[1] = 0, -1
     if most <= 0:
         return
@@ -133,5 +134,5 @@ def draft(
 
 @njit(**INNER)
 def learn(chances: np.ndarray, kind: int, was_right: bool) -> None:
-    """What came of a guess."""
+    """Update the moving average of a kind with the outcome of a guess."""
     chances[kind] += ((np.float32(1) if was_right else np.float32(0)) - chances[kind]) * RATE

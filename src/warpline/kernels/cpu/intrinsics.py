@@ -1,7 +1,6 @@
-"""What numba has no word for: memory by its address, atomic words and sleeping on them, the bits of a number.
+"""Operations that numba lacks: memory by its address, atomic words and sleeping on them, the bits of a float.
 
-Everything here becomes LLVM instructions or calls of the C library by name, so that compiled code needs nothing of
-numba when it is loaded again.
+All become LLVM instructions or calls of C library functions by name, so that loaded code needs nothing of numba.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Number = Any
 #: How functions are compiled that only compiled code calls.
 INNER = {"error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-#: The system call by which a thread sleeps until a word changes; where there is none, waiting threads give way.
+#: The system call with which a thread sleeps until a word changes; elsewhere, waiting threads yield.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 _WAIT, _WAKE = 128, 129  # of this process only
 
 
 def _made(context: Any, builder: Any, kind: Any, address: Any, shape: list[Any]) -> Any:
-    """An array of elements one behind the other, in memory that is not numba's."""
+    """Return an array of contiguous elements, in memory that numba does not own."""
     element = kind.dtype
     size = context.get_abi_sizeof(context.get_data_type(element))
     strides = [ir.Constant(_INT64, size)]
@@ -45,7 +44,7 @@ def _made(context: Any, builder: Any, kind: Any, address: Any, shape: list[Any])
 
 @intrinsic
 def array(_context: Any, address: Any, kind: Any, count: Any) -> Any:
-    """Memory at an address as an array of numpy's type `kind`."""
+    """Return the memory at an address as an array of numpy's type `kind`."""
     result = types.Array(kind.instance_type, 1, "C")
 
     def make(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -56,7 +55,7 @@ def array(_context: Any, address: Any, kind: Any, count: Any) -> Any:
 
 @intrinsic
 def matrix(_context: Any, address: Any, kind: Any, rows: Any, columns: Any) -> Any:
-    """The same with two dimensions."""
+    """Return the memory at an address as a matrix of numpy's type `kind`."""
     result = types.Array(kind.instance_type, 2, "C")
 
     def make(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -74,7 +73,7 @@ def _word(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def atomic_load(_context: Any, address: Any) -> Any:
-    """The word as it is now, and with it all that was written before it."""
+    """Sequentially consistent load of a word: writes before the stored value are visible."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_word(builder, arguments[0]), "seq_cst", 8)
@@ -84,7 +83,7 @@ def atomic_load(_context: Any, address: Any) -> Any:
 
 @intrinsic
 def add_fetch(_context: Any, address: Any, amount: Any) -> Any:
-    """Add to the word; what it then is."""
+    """Atomically add to the word and return the new value."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         old = builder.atomic_rmw("add", _word(builder, arguments[0]), arguments[1], "seq_cst")
@@ -95,7 +94,7 @@ def add_fetch(_context: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def compare_exchange(_context: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Set the word if it is as expected, and say whether it was."""
+    """Set the word if it equals `expected`; return whether it did."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         word = _word(builder, arguments[0])
@@ -128,23 +127,23 @@ if _FUTEX:
 
     @njit(**INNER)
     def sleep(address: int, value: int) -> None:
-        """Until the word is woken, if its lower half still is that of `value`."""
+        """Sleep until the word is woken, unless its lower half differs from that of `value`."""
         _futex(address, _WAIT, value & 0xFFFFFFFF)
 
     @njit(**INNER)
     def wake(address: int) -> None:
-        """All threads that sleep on the word."""
+        """Wake all threads that sleep on the word."""
         _futex(address, _WAKE, 0x7FFFFFFF)
 else:
 
     @njit(**INNER)
     def sleep(address: int, value: int) -> None:
-        """Let others run."""
+        """Let other threads run."""
         _sched_yield()
 
     @njit(**INNER)
     def wake(address: int) -> None:
-        """No thread sleeps here."""
+        """Nothing to do: no thread sleeps here."""
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ else:
 
 @intrinsic
 def as_float(_context: Any, _bits: Any) -> Any:
-    """The float whose bits these are."""
+    """Return the float with these bits."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _FLOAT)
@@ -162,7 +161,7 @@ def as_float(_context: Any, _bits: Any) -> Any:
 
 @intrinsic
 def as_bits(_context: Any, _number: Any) -> Any:
-    """The bits of a float."""
+    """Return the bits of a float."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], _INT32)
@@ -172,7 +171,7 @@ def as_bits(_context: Any, _number: Any) -> Any:
 
 @intrinsic
 def floor(_context: Any, _x: Any) -> Any:
-    """The largest whole number below a float, as an instruction, which the C library's function is not everywhere."""
+    """Return the largest integer not above a float, as an instruction; the C function is not one on every CPU."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(_FLOAT, [_FLOAT])
@@ -184,8 +183,8 @@ def floor(_context: Any, _x: Any) -> Any:
 
 @intrinsic
 def clock(_context: Any, room: Any) -> Any:
-    """The system's clock in nanoseconds, which only runs forward; it needs 16 bytes at an address. 0 where there is
-    none."""
+    """Return the monotonic clock in nanoseconds; needs 16 bytes of scratch at an address. 0 where there is no such
+    clock."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         if (which := getattr(time, "CLOCK_MONOTONIC", None)) is None:
@@ -201,7 +200,7 @@ def clock(_context: Any, room: Any) -> Any:
 
 @intrinsic
 def erf(_context: Any, _x: Any) -> Any:
-    """The C library's."""
+    """The C library's erf."""
 
     def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_DOUBLE, [_DOUBLE]), "erf")
@@ -227,7 +226,7 @@ def _to_half(_context: Any, _number: Any) -> Any:
 
 
 def load(x: Any) -> Any:
-    """A stored number as float32. The element type says how it is stored: int8 codes (their scale comes later), fp16 as
+    """Return a stored value as float32. The element type tells the format: int8 codes (without their scale), fp16 as
     int16, bf16 as uint16."""
     raise NotImplementedError  # compiled code only
 
@@ -244,7 +243,7 @@ def _load(x: Any) -> Any:
 
 
 def store(at: Any, i: Any, x: Any) -> Any:
-    """A float32 into an array, as `load` reads it."""
+    """Store a float32 into an array in the format that `load` reads."""
     raise NotImplementedError  # compiled code only
 
 

@@ -1,8 +1,8 @@
-"""The end of a step, lane by lane: which token follows, what the slot's record says then, and what is drafted next.
+"""The end of a step, lane by lane: the next token, the update of the slot's record, and the next drafts.
 
-A lane's rows are the newest token and drafts behind it. Each row's token is chosen as it would be in a step of its own,
-from the record as it is by then, and the next row counts if its draft is that token. So whatever a setting makes of the
-tokens before is right, and a text is the same with drafts and without.
+A lane's rows are the newest token and the drafts after it. Each row's token is chosen as in a step of its own, from the
+record as it is by then, and the next row counts if its draft is that token. So parameters that depend on earlier tokens
+are exact, and a text is the same with drafts and without.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ FLOAT32, INT64, FLAG = np.float32, np.int64, np.uint8
 
 @njit(**INNER)
 def float_at(address: int, i: int) -> Number:
-    """One of several float32."""
+    """Return element `i` of float32 values at an address."""
     return array(address, FLOAT32, i + 1)[i]
 
 
 @njit(**INNER)
 def int_at(address: int, i: int) -> int:
-    """One of several int64."""
+    """Return element `i` of int64 values at an address."""
     return array(address, INT64, i + 1)[i]
 
 
 @njit(**INNER)
 def banned_and_key(at: np.ndarray, slot: int) -> tuple[int, int]:
-    """The token that must not come next, or -1, and the key of the next token's noise."""
+    """Return the token that must not come next, or -1, and the key of the next token's noise."""
     slots, capacity, place = at[Word.SLOTS.value], at[Word.CAPACITY.value], int_at(at[Word.LENGTH.value], slot)
     stops = array(at[Word.STOPS_AT_EOS.value], FLAG, slots)[slot] != 0
     banned = at[Word.EOS.value] if stops and place < int_at(at[Word.MIN_LENGTH.value], slot) else -1
@@ -42,7 +42,7 @@ def banned_and_key(at: np.ndarray, slot: int) -> tuple[int, int]:
 
 @njit(**INNER)
 def append(at: np.ndarray, row: int, slot: int, step: int) -> None:
-    """The end of a row's step, as `Slots` describes it."""
+    """End a row's step as `Slots` describes it."""
     vocab, rows, capacity = at[Word.VOCAB.value], at[Word.ROWS.value], at[Word.CAPACITY.value]
     slots, eos = at[Word.SLOTS.value], at[Word.EOS.value]
     logits = matrix(at[Word.LOGITS.value], FLOAT32, rows, vocab)[row]
@@ -89,12 +89,12 @@ def append(at: np.ndarray, row: int, slot: int, step: int) -> None:
     if (tokens[place] == eos and stops) or place + 1 >= int_at(at[Word.LIMIT.value], slot):
         array(at[Word.DONE.value], FLAG, slots)[slot] = 1
         if add_fetch(at[Word.GOING.value], -1) == 0:
-            array(at[Word.STOP.value], INT64, 1)[0] = step + 1  # seen by all when this piece has ended
+            array(at[Word.STOP.value], INT64, 1)[0] = step + 1  # visible to all threads when this piece has ended
 
 
 @njit(**INNER)
 def note_logprobs(at: np.ndarray, raw: np.ndarray, slot: int, place: int, token: int) -> None:
-    """Of the token at `place` and of the likeliest ones there."""
+    """Store the log-probabilities of the token at `place` and of the likeliest ones there."""
     top, capacity = at[Word.TOPS.value], at[Word.CAPACITY.value]
     first = (slot * capacity + place) * top
     values = array(at[Word.TOP_LOGPROB.value], FLOAT32, first + top)[first : first + top]
@@ -108,13 +108,13 @@ def note_logprobs(at: np.ndarray, raw: np.ndarray, slot: int, place: int, token:
 
 @njit(**INNER)
 def draft_next(at: np.ndarray, slot: int) -> None:
-    """What is run behind the newest token of a slot in the next pass."""
+    """Draft the tokens that run after the newest token of a slot in the next pass."""
     slots, capacity, length = at[Word.SLOTS.value], at[Word.CAPACITY.value], int_at(at[Word.LENGTH.value], slot)
     tokens = matrix(at[Word.TOKENS.value], INT64, slots, capacity)[slot]
     chances = matrix(at[Word.CHANCES.value], FLOAT32, slots, KINDS)[slot]
     guesses = matrix(at[Word.GUESSES.value], INT64, slots, GUESS)[slot]
     most = min(at[Word.DRAFTS.value], int_at(at[Word.LIMIT.value], slot) - 1 - length)
-    # With n lanes a pass of rows beyond theirs takes 1 + price (n - 1), in units of one lane's, for n tokens.
+    # With n lanes, a pass with one more row takes 1 + price (n - 1), in units of one lane's pass, for n tokens.
     price, going = float_at(at[Word.PRICE.value], 0), np.float32(max(1, atomic_load(at[Word.GOING.value])))
     bar = price * going / (np.float32(1) + price * (going - np.float32(1)))
     table = array(at[Word.TABLE.value], INT64, at[Word.TABLE_SIZE.value])
@@ -123,7 +123,7 @@ def draft_next(at: np.ndarray, slot: int) -> None:
 
 @njit(**INNER)
 def judged(at: np.ndarray, slot: int, row: int, place: int, expected: int) -> bool:
-    """Whether the draft of a lane's row of this number is the token that has come; what that teaches."""
+    """Return whether the draft of a lane's row `row` equals the token that was chosen; learn from it."""
     slots, capacity = at[Word.SLOTS.value], at[Word.CAPACITY.value]
     tokens = matrix(at[Word.TOKENS.value], INT64, slots, capacity)[slot]
     guesses = matrix(at[Word.GUESSES.value], INT64, slots, GUESS)[slot]
@@ -141,7 +141,7 @@ def judged(at: np.ndarray, slot: int, row: int, place: int, expected: int) -> bo
 
 @njit(**INNER)
 def lay_out(at: np.ndarray) -> None:
-    """Rows of the next pass: of each lane that is not done the newest token and its drafts."""
+    """Lay out the rows of the next pass: the newest token and the drafts of each lane that is not done."""
     lanes, slots = at[Word.LANES.value], at[Word.SLOTS.value]
     firsts, lane_slots = array(at[Word.FIRSTS.value], INT64, lanes + 1), array(at[Word.LANE_SLOTS.value], INT64, lanes)
     done, row = array(at[Word.DONE.value], FLAG, slots), 0

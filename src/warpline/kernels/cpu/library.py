@@ -1,7 +1,7 @@
-"""Compiled programs: made by `build` in a process beside this one when they are first asked for, and kept as files.
+"""Compiled programs: `build` makes them in a process of its own when they are first needed, and they are kept as files.
 
-A file is named by everything its content depends on (`machine.key`), so an older one, or one from a machine with
-another CPU, is never found; a damaged one is seen by its checksum.
+A file's name covers everything its content depends on (`machine.key`), so an older one, or one for another CPU, is
+never found; a damaged one is detected by its checksum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from warpline.progress import progress
 
 logger = logging.getLogger(__name__)
 
-#: `python -m warpline.kernels.cpu.build`, of this very package, wherever it lies.
+#: `python -m warpline.kernels.cpu.build`, of this very package, wherever it is installed.
 _START = """
 import runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -32,13 +32,13 @@ runpy.run_module("warpline.kernels.cpu.build", run_name="__main__", alter_sys=Tr
 
 @functools.cache
 def build(stored: str, cached: str, activation: str) -> Build:
-    """The decode function (`decode.program`) for dtypes of weights and cache, and an activation; begins to compile it
-    if it is not there, and does not wait."""
+    """Return the decode function (`decode.program`) for dtypes of weights and cache, and an activation. Starts
+    compiling it if it is not stored, and does not wait."""
     return Build(stored, cached, activation)
 
 
 class Build:
-    """A program that is there, or will be."""
+    """A program that is loaded or being compiled."""
 
     def __init__(self, *names: str):
         self._path = cache_dir() / "cpu" / f"{'-'.join(names)}-{machine.key()}.o"
@@ -60,7 +60,8 @@ class Build:
             ) from error
 
     def function(self) -> Callable[[int, int], None]:
-        """Takes a thread's number and the address of `words`; waited for if it must be."""
+        """Return the function, which takes a thread's number and the address of the words; waits for the compiler if
+        needed."""
         if self._compiler is not None:
             with self._loading:  # the engines of several threads share a program
                 if self._compiler is not None:
@@ -68,7 +69,7 @@ class Build:
         return self._function
 
     def _load(self, compiler: subprocess.Popen[bytes]) -> None:
-        if compiler.returncode:  # waited for before, in vain
+        if compiler.returncode:  # an earlier wait failed
             raise KernelError("compiling for this CPU failed: use --executor torch")
         code = self._wait(compiler)
         self._function, self._compiler = machine.loaded(code), None

@@ -1,4 +1,5 @@
-"""What a CPU can do at best: read memory, and multiply. Measured by code that does nothing else, on all threads."""
+"""The limits of a CPU: memory bandwidth and multiplication rate, measured by code that does nothing else, on all
+threads."""
 
 from __future__ import annotations
 
@@ -19,23 +20,22 @@ from warpline.kernels.cpu.team import Team
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTEGERS, _FLOATS = ir.VectorType(_INT32, LANES), ir.VectorType(_FLOAT, LANES)
 _PAIRS = ir.VectorType(_INT16, 2 * LANES)
-#: Bytes of memory that a loop reads at a time, and what is asked of memory how long before, if anything: which is best
-#: differs.
+#: Bytes that a loop reads at a time, and prefetch distances to try (0: none): the best differs between CPUs.
 _BLOCK, _AHEADS = 8 * LINE, (0, 4096, 8192)
-#: Sums that do not wait for one another; as many as registers hold, whose size differs.
+#: Independent sums, as many as the registers hold, by width of the registers.
 _SUMS = {True: 12, False: 6}
 _TURNS = 1_000_000
-#: Lines of memory that a multiplication begins at in turns, and those that are read; sums come behind.
+#: Cache lines at which turns of a multiplication begin, and those that are read; sums are stored behind them.
 _PLACES, _READ = 8, 16
 _HUGE = 1 << 21
 
 
 def read_gb_s(megabytes: int = 512, repeats: int = 5) -> float:
-    """The best of several passes over so much memory, in each of several ways, with pages of any size."""
+    """Return the best bandwidth of several passes over so much memory, with each prefetch distance and page size."""
     size, best = megabytes * 1_000_000 // _BLOCK * _BLOCK, 0.0
     each = -(-size // hardware.threads() // _BLOCK) * _BLOCK
     parts = [(begin, min(each, size - begin)) for begin in range(0, size, each)]
-    passes = max(1, 256_000_000 // size)  # a short one is over before all threads run
+    passes = max(1, 256_000_000 // size)  # a short pass would end before all threads run
     team = Team(len(parts))
     for first in _rooms(size):
         for _ in range(repeats):
@@ -47,7 +47,7 @@ def read_gb_s(megabytes: int = 512, repeats: int = 5) -> float:
 
 
 def product_tflop_s(dtype: str, repeats: int = 20) -> float:
-    """Of float32, or of the 16-bit numbers that rows of x are for int8 codes, with nothing read from memory."""
+    """Return the rate of float32 products, or for "int8" of the 16-bit products of codes, without reading memory."""
     function, count = _multiplier(dtype == "int8"), hardware.threads()
     pairs = 2 if dtype == "int8" else 1
     work = 2 * LANES * pairs * _SUMS[machine.is_wide()] * _TURNS
@@ -59,23 +59,24 @@ def product_tflop_s(dtype: str, repeats: int = 20) -> float:
 
 
 def _rooms(size: int) -> Iterator[int]:
-    """Addresses of so much memory that was written to: in pages as they come, and in huge ones if there are any."""
+    """Yield addresses of so much memory that has been written to: with normal pages, and with huge ones if there are
+    any."""
     advice = [None, mmap.MADV_HUGEPAGE] if hasattr(mmap, "MADV_HUGEPAGE") else [None]
     for wish in advice:
         room = mmap.mmap(-1, size + _HUGE)
         if wish is not None:
             try:
                 room.madvise(wish)
-            except OSError:  # a system without huge pages: it was measured without them
+            except OSError:  # a system without huge pages
                 continue
         memory = np.frombuffer(room, np.uint8)
         memory[:] = 1
         yield -(-memory.ctypes.data // _HUGE) * _HUGE
-        del memory, room  # before there is another
+        del memory, room  # before the next allocation
 
 
 def _room(*told: int) -> np.ndarray:
-    """Memory of a call, in whole lines, with what it is told."""
+    """Return the memory of a call, in whole cache lines, beginning with its arguments."""
     count = LINE // 8 * (_READ + max(_SUMS.values()))
     words = np.ones(count + LINE // 8, np.int64)
     words = words[-words.ctypes.data % LINE // 8 :][:count]
@@ -91,7 +92,7 @@ def _seconds(team: Team, function: Callable[[int, int], None], rooms: list[np.nd
 
 @functools.cache
 def _reader(ahead: int) -> Callable[[int, int], None]:
-    """Reads memory: told its address, bytes and passes."""
+    """Return a function that reads memory; its arguments are address, bytes and passes."""
 
     def make(builder: Any, words: Any) -> None:
         begin, size, passes = (_word(builder, words, i) for i in range(3))
@@ -117,7 +118,7 @@ def _reader(ahead: int) -> Callable[[int, int], None]:
 
 @functools.cache
 def _multiplier(integers: bool) -> Callable[[int, int], None]:
-    """Multiplies what it reads at an address again and again."""
+    """Return a function that multiplies values in its memory repeatedly."""
 
     def make(builder: Any, words: Any) -> None:
         kind = _PAIRS if integers else _FLOATS
@@ -127,7 +128,7 @@ def _multiplier(integers: bool) -> Callable[[int, int], None]:
         fused = ir.Function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), f"llvm.fmuladd.v{LANES}f32")
 
         def turn(number: Any) -> None:
-            # From another place in every turn: what stays the same would be multiplied once.
+            # Each turn reads elsewhere: the compiler would multiply constant values only once.
             start = builder.add(words, builder.mul(builder.and_(number, _INT64(_PLACES - 1)), _INT64(LINE)))
 
             def read(line: int) -> Any:
@@ -147,7 +148,7 @@ def _multiplier(integers: bool) -> Callable[[int, int], None]:
 
 
 def _pairs(builder: Any, before: Any, a: Any, b: Any) -> Any:
-    """Products of 16-bit numbers, of which two are added: LLVM knows that as one instruction."""
+    """Add pairs of products of 16-bit values; LLVM compiles this to one instruction."""
     wide = ir.VectorType(_INT32, 2 * LANES)
     products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
     halves = [
@@ -171,7 +172,7 @@ def _word(builder: Any, words: Any, i: int) -> Any:
 
 
 def _repeat(builder: Any, end: Any, step: int, do: Callable[[Any], None]) -> None:
-    """For 0, step, and so on below the end, which is more than 0."""
+    """Emit a loop over 0, step, ... below `end`. Requires: end > 0."""
     before, body = builder.block, builder.append_basic_block()
     builder.branch(body)
     builder.position_at_end(body)
@@ -186,6 +187,6 @@ def _repeat(builder: Any, end: Any, step: int, do: Callable[[Any], None]) -> Non
 
 
 def _keep(builder: Any, words: Any, found: Any, i: int = 0) -> None:
-    """Nothing may be left out because nobody looks at it."""
+    """Store a result, so that the compiler cannot remove its computation."""
     target = builder.inttoptr(builder.add(words, _INT64(LINE * (_READ + i))), found.type.as_pointer())
     builder.store(found, target, align=4)

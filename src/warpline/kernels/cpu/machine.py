@@ -1,4 +1,4 @@
-"""The CPU that code is made for: how it is told apart from others, and its code kept and loaded."""
+"""The CPU that code is compiled for: its identification, and storing and loading of its code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _host() -> tuple[str, str, str]:
 
 
 def features() -> str:
-    """What it can do, by LLVM's names."""
+    """Return the CPU's features by LLVM's names."""
     return _host()[2]
 
 
@@ -40,7 +40,7 @@ def is_wide() -> bool:
 
 
 def target() -> Any:
-    """LLVM's description of it."""
+    """Return LLVM's target machine for the CPU."""
     triple, cpu, features = _host()
     found = llvm.Target.from_triple(triple)
     return found.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
@@ -48,15 +48,16 @@ def target() -> Any:
 
 @functools.cache
 def key() -> str:
-    """Of everything that compiled code depends on: the sources here, the compiler, the CPU and what it can do."""
+    """Return a digest of everything that compiled code depends on: the sources here, the compiler, the CPU and its
+    features."""
     facts = [*_host(), version("numba"), version("llvmlite")]
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.blake2b(b"\0".join([*sources, *(fact.encode() for fact in facts)]), digest_size=8).hexdigest()
 
 
 def compiled(source: str, apart: Sequence[str] = ()) -> bytes:
-    """Machine code of a module of LLVM's. Nothing but the entry is seen from outside, so everything else may be changed
-    or left out; of functions with `apart` in their names there is one copy each."""
+    """Compile an LLVM module to machine code. Only the entry is visible from outside, so the optimiser may change or
+    remove everything else; functions with a name in `apart` are not inlined."""
     module, cpu = llvm.parse_assembly(source), target()
     for function in module.functions:
         if not function.is_declaration and function.name != ENTRY:
@@ -71,7 +72,7 @@ def compiled(source: str, apart: Sequence[str] = ()) -> bytes:
 
 
 def kept(path: Path) -> bytes | None:
-    """The code in a file, if it is there and whole."""
+    """Return the code in a file, or None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -87,19 +88,19 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Written beside its place and renamed; another process that compiles at the same time writes the same."""
+    """Write the code to a temporary file and rename it; a process that compiles at the same time writes the same."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_bytes(hashlib.blake2b(code, digest_size=_CHECK).digest() + code)
     partial.replace(path)
 
 
-#: LLVM's objects are one thread's at a time.
+#: LLVM's objects must not be used by two threads at a time.
 _LLVM = threading.Lock()
 
 
 def loaded(code: bytes) -> Callable[[int, int], None]:
-    """The function in an object file. It runs without Python's lock, and keeps its memory."""
+    """Return the function in an object file. It runs without Python's lock, and keeps its memory alive."""
     with _LLVM:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
         engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))

@@ -1,14 +1,13 @@
-"""x matrix^T for the rows of a call, be they sequences, tokens of a prompt or drafts, with a matrix in panels.
+"""x matrix^T for the rows of a call (sequences, tokens of a prompt or drafts), with a matrix in panels.
 
-A panel is `PANEL` outputs, input by input: for each input the weights of all these outputs lie one behind the other,
-or for `QUAD` inputs their codes. So a matrix is read from its first byte to its last, one row of x at a time needs no
-sum across a vector, and a block of twelve rows keeps 24 vectors of sums in registers, which is as much as the CPU can
-multiply. A sum is in the order of the inputs, in runs of `RUN`, whatever rows stand beside it: bits of a row are its
-own.
+The idea: a panel has `PANEL` outputs, input by input: for each input the weights of all these outputs are contiguous,
+or for `QUAD` inputs their codes. So a matrix is read sequentially, a row of x needs no sum across a vector, and a block
+of twelve rows keeps 24 vectors of sums in registers, as much as the CPU can multiply. Sums are added in the order of
+the inputs, in runs of `RUN`, so the bits of a row do not depend on other rows.
 
-Traffic: the matrix once for each block of rows, from memory for the first and from the second cache for the others.
+Memory traffic: the matrix once for each block of rows, from memory for the first and from the L2 cache for the others.
 Tried and lost: panels of 48 and 64 outputs (as fast for many rows, slower for few), huge pages for the weights
-(nothing), copies of x in blocks (nothing: rows an odd number of lines apart are enough).
+(nothing), copies of x in blocks (nothing: rows an odd number of cache lines apart are enough).
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from warpline.kernels.cpu.vectors import STORED, VECTOR, fused, loaded, number, 
 _INT8, _INT16, _INT32, _INT64, _FLOAT = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType()
 _INTEGERS = ir.VectorType(_INT32, LANES)
 _VECTORS = PANEL // LANES
-#: Inputs whose products are added up before they are added to what came before: sums of few terms round off less, and
-#: those of 16-bit numbers stay below 2^31.
+#: Inputs whose products are added up before they are added to earlier sums: short sums round less, and those of 16-bit
+#: values stay below 2^31.
 RUN = 512
-#: Bytes ahead of what is multiplied that are asked of memory: two pages, at which the CPU's own prefetching ends.
+#: Prefetch distance in bytes: two pages, at which the CPU's own prefetching ends.
 _AHEAD = 8192
-#: Steps that are written out.
+#: Steps that are unrolled.
 _UNROLLED = 4
 
 
 class _Tile(ABC):
     """The instructions of a block of rows of x times some vectors of a panel's outputs.
 
-    Arguments: the panel's address from its first such vector on; inputs; the first row's address; bytes from row to
-    row; rows that are there, at most `rows`, since others are computed as the last of them and not stored; scales of
-    these outputs or 0; biases or 0; where the first result goes; bytes from row to row of results; outputs that there
-    are from here on; whether results are added to what is there.
+    Arguments: address of the panel at the first vector; inputs; address of the first row; bytes from row to row; valid
+    rows, at most `rows` (the others repeat the last one and are not stored); scales of these outputs or 0; biases or 0;
+    address of the first result; bytes from row to row of results; valid outputs from here on; whether results are added
+    to the stored values.
     """
 
-    #: Inputs of a step, bytes of a vector's weights in it, and vectors of sums that a row and a vector of outputs need,
-    #: with their type.
+    #: Inputs of a step, bytes of a vector's weights in it, and vectors of sums per row and vector of outputs, with
+    #: their type.
     inputs: int
     bytes: int
     sums: int
@@ -73,10 +72,10 @@ class _Tile(ABC):
 
     @abstractmethod
     def result(self, totals: list[Any]) -> Any:
-        """The sums of a row and a vector of outputs as one vector of float32."""
+        """Return the sums of a row and a vector of outputs as one vector of float32."""
 
     def made(self) -> None:
-        """All of it."""
+        """Emit the whole block."""
         builder = self.builder
         pairs = [(row, vector) for row in range(self.rows) for vector in range(self.vectors)]
         zero = ir.Constant(VECTOR, None)
@@ -116,11 +115,12 @@ class _Tile(ABC):
                 self._store(self.scaled(found, row, vector), builder.add(target, number(4 * LANES * vector)), vector)
 
     def scaled(self, found: Any, row: Any, vector: int) -> Any:
-        """Results of the row at an address, in the units of y."""
+        """Return results of the row at an address, scaled to the units of y."""
         return found
 
     def _store(self, found: Any, target: Any, vector: int) -> None:
-        """Results plus biases, plus what is there. A panel may have fewer outputs than lanes; its biases are whole."""
+        """Store results plus biases, plus the stored values if `adds`. A panel may have fewer outputs than lanes;
+        biases are padded."""
         builder, start = self.builder, 4 * LANES * vector
         zeros = builder.ptrtoint(cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)), _INT64)
         has_bias = builder.icmp_unsigned("!=", self.biases, number(0))
@@ -147,11 +147,11 @@ class _Tile(ABC):
     # --- what steps are made of -----------------------------------------------------------------------------------
 
     def load(self, address: Any, kind: Any) -> Any:
-        """Whatever the address is a multiple of."""
+        """Load from an address of any alignment."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
 
     def weights(self, index: Any) -> list[Any]:
-        """Addresses of a step's weights, a vector each, which are asked of memory long before."""
+        """Return the addresses of a step's weights, one per vector, and prefetch later ones."""
         builder, size = self.builder, self.bytes
         start = builder.add(self.matrix, builder.mul(index, number(size * _VECTORS)))
         for line in range(0, size * self.vectors, 64):
@@ -159,12 +159,12 @@ class _Tile(ABC):
             kind = ir.FunctionType(ir.VoidType(), [pointer, _INT32, _INT32, _INT32])
             prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
             ahead = builder.inttoptr(builder.add(start, number(_AHEAD + line)), pointer)
-            builder.call(prefetch, [ahead, _INT32(0), _INT32(3), _INT32(1)])  # to be read, into all caches
+            builder.call(prefetch, [ahead, _INT32(0), _INT32(3), _INT32(1)])  # for reading, into all caches
         return [builder.add(start, number(size * vector)) for vector in range(self.vectors)]
 
 
 def _of_floats(stored: Any) -> type[_Tile]:
-    """Of weights as `stored` (one of numba's types) has them."""
+    """Return the tile class for weights of the numba type `stored`."""
     size = STORED[stored][1]
 
     class Floats(_Tile):
@@ -186,7 +186,7 @@ def _of_floats(stored: Any) -> type[_Tile]:
 
 
 class _Codes(_Tile):
-    """By products of 16-bit numbers, of which two are added: LLVM knows that as one instruction."""
+    """Tiles of int8 codes: pairs of 16-bit products are added, which LLVM compiles to one instruction."""
 
     inputs, bytes, sums, kind = QUAD, QUAD * LANES, 2, _INTEGERS
 
@@ -209,11 +209,11 @@ class _Codes(_Tile):
                     builder.store(builder.add(builder.load(total), pairs), total)
 
     def _halves(self, a: Any, b: Any) -> list[Any]:
-        """Of two vectors the lanes with even numbers, and those with odd ones."""
+        """Return the even lanes of two vectors, and the odd ones."""
         return [picked(self.builder, a, b, [*range(first, 2 * LANES, 2)]) for first in (0, 1)]
 
     def result(self, totals: list[Any]) -> Any:
-        """Two sums of each output lie side by side."""
+        """The two sums of each output are neighbours."""
         return self.builder.sitofp(self.builder.add(*self._halves(*totals)), VECTOR)
 
     def scaled(self, found: Any, row: Any, vector: int) -> Any:
@@ -228,7 +228,7 @@ class _Codes(_Tile):
 
 @functools.cache
 def _tile(kind: type[_Tile], rows: int, vectors: int) -> Callable[..., int]:
-    """What compiled code calls, with the arguments of `_Tile`."""
+    """Return the function for a tile, with the arguments of `_Tile`."""
 
     @intrinsic
     def made(
@@ -244,8 +244,8 @@ def _tile(kind: type[_Tile], rows: int, vectors: int) -> Callable[..., int]:
     return made
 
 
-#: Rows and vectors of outputs of the blocks that a CPU's registers hold, the largest first: by whether vectors have 64
-#: bytes (32 registers of them, or 16 of 32 bytes, of which a vector here takes two) and by a pair's vectors of sums.
+#: Rows and vectors of outputs of the blocks that fit into the registers, largest first, by whether vectors have 64
+#: bytes (32 registers; otherwise 16 of 32 bytes, of which a vector here takes two) and by the vectors of sums per pair.
 _TILES = {
     (True, 1): ((TALL, 2), (8, 2), (4, 2), (2, 2), (1, 2)),
     (True, 2): ((6, 2), (4, 2), (2, 2), (1, 2)),
@@ -255,8 +255,8 @@ _TILES = {
 
 
 def _block_of(kind: type[_Tile], tiles: tuple[tuple[int, int], ...]) -> Callable[..., int]:
-    """A panel for the first of some rows: for as many as the largest tile has, or by the smallest that has them all.
-    What compiled code calls, with the arguments of `_Tile`; it returns how many rows are done."""
+    """Return a function that multiplies a panel with the first rows: with the largest tile, or with the smallest that
+    has enough rows. It takes the arguments of `_Tile` and returns how many rows are done."""
     (most, vectors), smaller = tiles[0], tiles[1:]
     tile, parts = _tile(kind, most, vectors), _VECTORS // vectors
     part_bytes, lanes = kind.bytes * vectors, LANES * vectors
@@ -294,9 +294,9 @@ def _block_of(kind: type[_Tile], tiles: tuple[tuple[int, int], ...]) -> Callable
 
 @functools.cache
 def multiply_panels_of(stored: Any, wide: bool) -> Callable[..., None]:
-    """The product with a matrix whose elements are of numpy's type `stored`: its panels `first` to `last` for every row
-    of x, times scales, plus biases where there are any, stored in y or added to it. Codes want rows of x in quanta.
-    Everything is given by its address, and distances of rows are in bytes. `wide`: the CPU has vectors of 64 bytes."""
+    """Return the product with a matrix of numpy's type `stored`: panels `first` to `last` for every row of x, times
+    scales, plus biases if given, stored in y or added to it. Codes need rows of x in quanta. All arguments are
+    addresses, and row strides are in bytes. `wide`: the CPU has 64-byte vectors."""
     kind = _Codes if stored is np.int8 else _of_floats(from_dtype(np.dtype(stored)))
     block, step, step_bytes = _block_of(kind, _TILES[wide, kind.sums]), kind.inputs, kind.bytes * _VECTORS
 

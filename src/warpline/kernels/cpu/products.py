@@ -1,9 +1,9 @@
-"""x matrix^T with a matrix that lies row by row: the LM head in floating point, whose rows are tokens' embeddings too,
-and of which single logits are computed (screen.py).
+"""x matrix^T with a matrix stored row by row: the LM head in floating point. Its rows are also the tokens' embeddings,
+and single logits of it are computed (screen.py).
 
-Every sum is `vectors.products`', so a row's bits are the same among any others. A few rows read the matrix as it lies,
-which is what takes the time then. Many rows compute: elements are converted once for all of them, and a block of six
-rows and two outputs loads 8 vectors for 12 products.
+Every sum has the order of `vectors.products`, so a row's bits do not depend on other rows. With few rows, reading the
+matrix takes the time, and it is read as stored. With many rows arithmetic does: elements are converted once for all
+rows, and a block of six rows and two outputs loads 8 vectors for 12 products.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from warpline.kernels.cpu.intrinsics import INNER, Number, array, load
 from warpline.kernels.cpu.sizes import ROOM, SUMS
 from warpline.kernels.cpu.vectors import products
 
-#: Rows of x up to which the matrix is read as it lies.
+#: Most rows of x for which the matrix is read as it is stored.
 FEW = 8
 #: Outputs of one row of x whose last sums are made together; the matrix is read row by row all the same.
 _TOGETHER = 4
-#: Rows and outputs of a block where rows are many.
+#: Rows and outputs of a block with many rows.
 _TALL, _WIDE = 6, 2
 _BLOCK = products(_TALL, _WIDE)
 
@@ -43,7 +43,7 @@ def _finish(
 
 @functools.cache
 def _few_of(kind: Any) -> Callable[..., None]:
-    """One output for rows of x from `first` on."""
+    """Return a function that computes one output for the rows of x from `first` on."""
     one, two, three, four = (products(rows, 1) for rows in (1, 2, 3, 4))
 
     @njit(**INNER)
@@ -76,7 +76,7 @@ def _many(
     at: int, x: int, rows: int, inputs: int, output: int, outputs: int, bias: np.ndarray,
     y: np.ndarray, adds: bool, sums: int,
 ) -> None:  # fmt: skip
-    """Several outputs of a matrix in float32."""
+    """Compute several outputs of a matrix in float32."""
     tall, wide = rows - rows % _TALL, outputs - outputs % _WIDE
     for r in range(0, tall, _TALL):
         for o in range(0, wide, _WIDE):
@@ -88,9 +88,9 @@ def _many(
 
 @functools.cache
 def multiply_of(kind: Any) -> Callable[..., None]:
-    """The product with a matrix whose elements are of numpy's type `kind`: outputs `first` to `last` for every row of
-    x, plus bias where there is one, stored in y or added to it. Matrix and x are given by their
-    addresses; at `room` there is memory for `ROOM` rows of the matrix and `SUMS` numbers more."""
+    """Return the product with a matrix of numpy's type `kind`: outputs `first` to `last` for every row of x, plus bias
+    if given, stored in y or added to it. Matrix and x are given by address; `room` is the address of memory for `ROOM`
+    rows of the matrix and `SUMS` floats."""
     size, is_plain, few = np.dtype(kind).itemsize, kind is np.float32, _few_of(kind)
     several = products(1, _TOGETHER, in_turn=True)
 
@@ -123,7 +123,7 @@ def multiply_of(kind: Any) -> Callable[..., None]:
 
 @functools.cache
 def product_of(kind: Any) -> Callable[..., Number]:
-    """What `multiply` makes of one output for one row of x, where there is no bias."""
+    """Return a function with the bits of `multiply` for one output and one row of x, without bias."""
     one, size = products(1, 1), np.dtype(kind).itemsize
 
     @njit(**INNER)

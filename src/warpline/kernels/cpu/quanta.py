@@ -1,8 +1,9 @@
-"""Rows of x as integers, for products with int8 codes: sums of integers, which no order changes.
+"""Rows of x as integers, for products with int8 codes: integer sums do not depend on the order.
 
-A row becomes quanta of 16 bits. With all of them for the largest element, rounding loses less than storing x in bf16
-would, and about what fp16 does. CPUs multiply pairs of 16-bit numbers in one instruction; bytes, in two instructions
-for both halves of x, were as fast with vectors of 64 bytes and slower with narrower ones.
+A row becomes 16-bit quanta, scaled so that its largest element uses the whole range. Rounding then loses less than
+storing x in bf16, and about as much as fp16. CPUs multiply pairs of 16-bit values in one instruction.
+Tried and lost: bytes, in two instructions for both halves of x: as fast with 64-byte vectors, slower with narrower
+ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _INFINITE = np.int32(0x7F800000)
 
 @njit(**INNER)
 def quantum_of(x: np.ndarray) -> Number:
-    """What a quantum of a row is; 0 if the row is as good as zero, infinite if it is not finite."""
+    """Return the value of a quantum of a row: 0 if the row is nearly zero, infinity if it is not finite."""
     largest = np.int32(0)
     for i in range(len(x)):
         largest = max(largest, np.int32(as_bits(x[i]) & np.int32(0x7FFFFFFF)))
@@ -35,10 +36,10 @@ _row_bytes = njit(**INNER)(row_bytes)
 
 @njit(**INNER)
 def rounded(x: np.ndarray, at: int) -> None:
-    """A row of x becomes quanta at an address, with zeros up to the end of its last line and the quantum behind it."""
+    """Store a row of x as quanta at an address, with zeros to the end of its last cache line and then the quantum."""
     count, quantum, per_one = len(x), quantum_of(x), np.float32(0)
     if quantum == np.float32(np.inf):
-        quantum = np.float32(np.nan)  # and so are its products
+        quantum = np.float32(np.nan)  # so that its products are NaN too
     elif quantum > np.float32(0):
         per_one = np.float32(1) / quantum
     room = (_row_bytes(count) - BEHIND_ROW) // 2

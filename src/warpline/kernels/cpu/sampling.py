@@ -1,8 +1,8 @@
-"""From a row of logits to its next token, as `sampling` of the executors has it in torch.
+"""Chooses the next token from a row of logits, like `sampling` of the executors in torch.
 
-Nothing is sorted. Top-k is a search for a value that just k scores exceed. For top-p a token is drawn as if there were
-no top-p; if too much lies above it, it and all below are out of the question and another is drawn from what is left,
-which ends where a draw from the filtered scores would.
+Nothing is sorted. Top-k searches for a value that exactly k scores exceed. For top-p a token is drawn without it; if
+the scores above it hold too much probability, it and all below are excluded, and another is drawn from what is left.
+The result is the same as a draw from the filtered scores.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numba import njit
 from warpline.kernels.cpu.arithmetic import exp, log
 from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float
 
-#: Sums in any order, but infinities and what is no number keep their meaning.
+#: Sums may be reordered, but infinities and NaN keep their meaning.
 FINITE_OR_NOT = {"nsz", "arcp", "contract", "afn", "reassoc"}
 _LOWEST = np.float32(-np.inf)
 
 
 @njit(**INNER)
 def gumbel(key: int, token: int) -> Number:
-    """The noise of kernels/noise.py."""
-    # Compiled code computes in 64 bits unless it is told to forget the upper half.
+    """Return the noise of kernels/noise.py."""
+    # numba computes in 64 bits unless each result is cast.
     bits = np.uint32(np.uint32(key) + np.uint32(token))
     bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D))
     bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B))
@@ -37,7 +37,7 @@ def gumbel(key: int, token: int) -> Number:
 
 @njit(**INNER, fastmath=FINITE_OR_NOT)
 def _largest(scores: np.ndarray) -> int:
-    """Where it is, and of equals the first."""
+    """Return the index of the largest score, of equal ones the first."""
     top = scores[0]
     for i in range(len(scores)):
         top = max(top, scores[i])
@@ -49,7 +49,7 @@ def _largest(scores: np.ndarray) -> int:
 
 @njit(**INNER)
 def _kth_bound(scores: np.ndarray, largest: Number, k: int) -> Number:
-    """A value that k scores exceed, or if several are equal there, no more than must: found by halving."""
+    """Return a value that k scores exceed, or with ties no more than necessary; found by bisection."""
     low, high = np.float32(largest - 1), np.float32(largest)
     while _above(scores, low) < k and low > largest - 1e9:
         low = largest - 2 * (largest - low)
@@ -85,7 +85,7 @@ def _weight_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
 
 @njit(**INNER)
 def _below(x: Number) -> Number:
-    """The next smaller number."""
+    """Return the next smaller float."""
     if x == 0:
         return np.float32(-1.4e-45)
     return as_float(as_bits(x) + np.int32(1 if x < 0 else -1))
@@ -93,7 +93,8 @@ def _below(x: Number) -> Number:
 
 @njit(**INNER)
 def penalise(scores: np.ndarray, past: np.ndarray, seen: np.ndarray, penalty: Number) -> None:
-    """The repetition penalty, for each token of the past once. `seen` is as long as `scores`, and zero."""
+    """Apply the repetition penalty, once per token of the past. Requires: `seen` is as long as `scores`, and zero; it
+    is zero again afterwards."""
     if penalty == 1:
         return
     for token in past:
@@ -117,7 +118,8 @@ def sample_token(
     key: int,
     has_noise: bool,
 ) -> int:
-    """The token. `scores` are the logits, which are changed; `noisy` is as long and may have the noise already."""
+    """Return the chosen token. `scores` are the logits and are overwritten; `noisy` is as long, and with `has_noise`
+    already holds the noise."""
     if banned >= 0:
         scores[banned] = _LOWEST
     if temperature <= 0:
@@ -162,14 +164,14 @@ def _largest_below(scores: np.ndarray, bar: Number) -> Number:
 
 @njit(**INNER)
 def log_probabilities(scores: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> Number:
-    """What to take off a logit to have the logarithm of its probability; the largest of these with their tokens, of
-    equal ones the first."""
+    """Return what to subtract from a logit to get its log-probability; store the largest log-probabilities with their
+    tokens, of equal ones the first."""
     largest = scores[_largest(scores)]
     off = largest + log(_sum_of_exp(scores, largest))
     found, bar = 0, np.float32(np.inf)
     while found < len(values):
         bar = _largest_below(scores, bar)
-        if not bar > _LOWEST:  # nothing more has a probability
+        if not bar > _LOWEST:  # no other token has a probability
             break
         for i in range(len(scores)):
             if scores[i] == bar and found < len(values):

@@ -12,14 +12,14 @@ from warpline import hardware
 
 class Team:
     """Threads that run the same function at the same time, each with its number; the caller is number 0. During a run
-    each has a CPU of its own: Linux may leave two of them on one for many runs, if another thread was busy before."""
+    each has its own CPU: Linux may otherwise leave two on one for many runs, if another thread was busy before."""
 
     def __init__(self, size: int):
         self.size = size
         self._work: list[SimpleQueue[Callable[[int], Any] | None]] = [SimpleQueue() for _ in range(size - 1)]
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._allowed: set[int] = set()  # CPUs for members of this run, or none where the system is to choose
-        self._taken: set[int] = set()  # by those that have begun
+        self._allowed: set[int] = set()  # CPUs for members of this run; empty if the system chooses
+        self._taken: set[int] = set()  # by members that have begun
         self._settling = threading.Lock()
         for number, work in enumerate(self._work, 1):
             threading.Thread(target=self._serve, args=(number, work), daemon=True).start()
@@ -34,7 +34,8 @@ class Team:
                 self._ended.put(error)
 
     def run(self, task: Callable[[int], Any]) -> Any:
-        """What number 0 returns, when all have ended."""
+        """Run `task` on all threads; return the result of number 0 when all have ended. An error of any thread is
+        raised."""
         allowed, here = hardware.allowed_cpus(), hardware.current_cpu()
         is_held = here in allowed and 1 < self.size <= len(allowed) and hardware.restrict_to({here})
         self._allowed, self._taken = allowed if is_held else set(), {here}
@@ -47,17 +48,17 @@ class Team:
                     raise error
             return result
         finally:
-            if is_held:  # the caller's thread is not ours
+            if is_held:  # the caller's thread does not belong to the team
                 hardware.restrict_to(allowed)
 
     def _settle(self) -> None:
-        """Keep to CPUs that no other member is on."""
+        """Restrict this thread to CPUs that no other member uses."""
         if self._allowed:
             with self._settling:
                 hardware.restrict_to(self._allowed - self._taken)
                 self._taken.add(hardware.current_cpu())
 
     def close(self) -> None:
-        """Let the threads go."""
+        """End the threads."""
         for work in self._work:
             work.put(None)

@@ -1,8 +1,8 @@
-"""Products of a few rows of x with a few rows of a matrix, as vectors of LLVM.
+"""Products of a few rows of x with a few rows of a matrix, as LLVM vectors.
 
-A sum is in one order whatever stands beside it: element i of a row goes into sum i mod `STRIDE`, and these sums are
-added in pairs. How many rows and outputs are computed at once changes what is read how often, and no bit. What the
-compiler makes of a loop by itself is free to differ from loop to loop.
+A sum has a fixed order: element i of a row goes into sum i mod `STRIDE`, and these sums are added in pairs. The number
+of rows and outputs computed together changes how often data are read, and no bit. Loops that the compiler vectorises
+itself may differ from each other.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from warpline.kernels.cpu.intrinsics import Number
 from warpline.kernels.cpu.sizes import LANES
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-#: Vectors of sums for each product: they do not wait for one another.
+#: Independent vectors of sums per product.
 CHAINS = 2
 STRIDE = LANES * CHAINS
 VECTOR = ir.VectorType(_FLOAT, LANES)
-#: In float32: the exponential is one of 2.
+#: Rounded to float32: the exponential is a power of 2.
 LOG2_E = 1.44269502162933349609375
 
-#: LLVM's type of a stored number, and its bytes (see `intrinsics.load`).
+#: LLVM's type of a stored value, and its bytes (see `intrinsics.load`).
 STORED = {types.float32: (_FLOAT, 4), types.int16: (ir.HalfType(), 2), types.uint16: (_INT16, 2)}
 
 
 def _floats(builder: Any, x: Any, kind: Any, like: Any) -> Any:
-    """Stored numbers as float32; `like` is their type then, a vector's or a number's."""
+    """Convert stored values to float32; `like` is the result type, a vector or a scalar."""
     whole = ir.VectorType(_INT32, LANES) if isinstance(like, ir.VectorType) else _INT32
     if kind == types.float32:
         return x
@@ -44,7 +44,7 @@ def _floats(builder: Any, x: Any, kind: Any, like: Any) -> Any:
 
 
 def loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
-    """The stored numbers from an index on, as float32: a vector, or one of them."""
+    """Load stored values from an index on as float32: a vector, or one value."""
     element, size = STORED[kind]
     address = builder.add(base, builder.mul(index, ir.Constant(_INT64, size)))
     shape = ir.VectorType(element, LANES) if isinstance(like, ir.VectorType) else element
@@ -53,19 +53,19 @@ def loaded(builder: Any, base: Any, index: Any, kind: Any, like: Any) -> Any:
 
 
 def fused(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Total + a * b, rounded once where the CPU can."""
+    """Return total + a * b, rounded once where the CPU can."""
     name = "llvm.fmuladd.v16f32" if isinstance(total.type, ir.VectorType) else "llvm.fmuladd.f32"
     kind = ir.FunctionType(total.type, [total.type] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, total])
 
 
 def picked(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    """Some lanes of two vectors."""
+    """Shuffle: pick lanes of two vectors."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT32, len(lanes)), lanes))
 
 
 def summed(builder: Any, vector: Any) -> Any:
-    """The sum of a vector: lane i and i + 8, of what they make i and i + 4, and so on."""
+    """Return the sum of a vector: lanes i and i + 8, then of these i and i + 4, and so on."""
     size = LANES
     while size > 1:
         size //= 2
@@ -74,7 +74,8 @@ def summed(builder: Any, vector: Any) -> Any:
 
 
 def summed_together(builder: Any, vectors: list[Any]) -> Any:
-    """The same of up to four, in a third of the steps: halves and then quarters share vectors."""
+    """Return the sums of up to four vectors, in the same order as `summed` and a third of its steps: halves and
+    quarters of different vectors share a vector."""
     a, b, c, d = (vectors + vectors[:1] * 3)[:4]
     low, high = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
     halves = [builder.fadd(picked(builder, x, y, low), picked(builder, x, y, high)) for x, y in ((a, b), (c, d))]
@@ -86,17 +87,17 @@ def summed_together(builder: Any, vectors: list[Any]) -> Any:
 
 
 def number(n: int) -> Any:
-    """A constant of 64 bits."""
+    """Return a 64-bit constant."""
     return ir.Constant(_INT64, n)
 
 
 def alike(like: Any, value: float) -> Any:
-    """A constant of a type: a number, or a vector of it."""
+    """Return a constant of a type: a scalar, or a vector of equal lanes."""
     return ir.Constant(like, [value] * LANES if isinstance(like, ir.VectorType) else value)
 
 
 def spread(builder: Any, one: Any, like: Any) -> Any:
-    """A number in every lane, or as it is."""
+    """Broadcast a value to every lane, or return it for a scalar type."""
     if not isinstance(like, ir.VectorType):
         return one
     first = builder.insert_element(ir.Constant(like, ir.Undefined), one, _INT32(0))
@@ -104,12 +105,12 @@ def spread(builder: Any, one: Any, like: Any) -> Any:
 
 
 def larger(builder: Any, a: Any, b: Any) -> Any:
-    """The larger one; b if one of them is no number."""
+    """Return the larger one, or b if one of them is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    """2 to the x, to a relative error of 2e-7; the smallest is 2^-126. No number stays none."""
+    """Return 2 to the x with a relative error of 2e-7, at least 2^-126. NaN stays NaN."""
     like = x.type
     whole = ir.VectorType(_INT32, LANES) if isinstance(like, ir.VectorType) else _INT32
     most = alike(like, 126.0)
@@ -130,7 +131,7 @@ def _as_single(x: float) -> float:
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """`LANES` vectors: lane j of vector i becomes lane i of vector j."""
+    """Transpose `LANES` vectors: lane j of vector i becomes lane i of vector j."""
     rows, step = list(rows), LANES // 2
     while step:
         for i in (i for i in range(LANES) if not i & step):
@@ -143,9 +144,9 @@ def transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @functools.cache
 def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[..., Number]:
-    """Of so many rows of x and of a matrix, whose rows are read side by side, or in turn. Compiled code calls it with:
-    address of the matrix's first row, type of its elements, address of the first row of x, elements of a row, address
-    where sums go, and from row to row of these. It returns the last of them."""
+    """Return the products of `rows` rows of x with `outputs` rows of a matrix, read side by side, or one after another
+    if `in_turn`. Arguments of the function: address of the matrix's first row, type of its elements, address of the
+    first row of x, elements of a row, address of the sums, and their row stride. It returns the last sum."""
 
     @intrinsic
     def made(_context: Any, weights: Any, kind: Any, x: Any, inputs: Any, sums: Any, apart: Any) -> Any:
@@ -165,7 +166,7 @@ def products(rows: int, outputs: int, *, in_turn: bool = False) -> Callable[...,
             rest = {pair: room(_FLOAT) for pair in pairs}
 
             def step(read: range, first: Any, like: Any, into: Any) -> None:
-                """One element, or as many as a vector has, of every row of x and of those of the matrix."""
+                """Add one element, or one vector of elements, of every row of x and of the matrix rows `read`."""
                 starts = [
                     builder.add(first, builder.mul(inputs, ir.Constant(_INT64, i))) for i in range(max(rows, outputs))
                 ]

@@ -1,6 +1,6 @@
-"""How an executor tells a team what to do: words of 64 bits, numbers and addresses, read by their places.
+"""The interface between the executor and the team: 64-bit words, numbers and addresses, at fixed indices.
 
-There is one table of stages for everything; a call says at which of them it begins and where it ends.
+There is one table of stages for all calls; a call gives the first and the last stage to run.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ class _Indices(IntEnum):
 
 
 class Word(_Indices):
-    """What a call is told: numbers, then addresses."""
+    """The words of a call: numbers, then addresses."""
 
     STEPS = auto()
-    SCREENS = auto()  # whether only logits are computed that can be the largest
-    CHOOSES = auto()  # whether a step ends with a token for every row, or with what its last stage leaves
+    SCREENS = auto()  # only logits that can be the largest are computed
+    CHOOSES = auto()  # a step ends with a token for every row; otherwise with the output of its last stage
     BEGIN = auto()  # a `Begin`
-    FIRST = auto()  # stage of a step
-    LAST = auto()  # stage that is not run any more
+    FIRST = auto()  # first stage of a step
+    LAST = auto()  # stage after the last one
     LANES = auto()  # sequences, or groups of given tokens that attend together
-    ROWS = auto()  # tokens at once; of newest tokens with drafts behind them, other ones in every pass
-    DRAFTS = auto()  # of a sequence in a pass, at most; 0 if none are made
-    TOPS = auto()  # likeliest tokens that `TOP_TOKEN` has room for
-    PREPARING = auto()  # pieces in which rows of x are prepared for a product; 0 if every thread does so for itself
-    PASSES = auto()  # steps that were taken, when a call has ended
+    ROWS = auto()  # tokens run together; with drafts, different ones in every pass
+    DRAFTS = auto()  # most drafts of a sequence in a pass; 0 without drafts
+    TOPS = auto()  # number of likeliest tokens per position in `TOP_TOKEN`
+    PREPARING = auto()  # pieces in which rows of x are prepared for a product; 0 if every thread prepares them itself
+    PASSES = auto()  # steps taken, set when a call ends
     SLOTS = auto()
     WIDTH = auto()
     HEADS = auto()
@@ -45,14 +45,14 @@ class Word(_Indices):
     SETTINGS = auto()  # LayerNorm's epsilon, then the scale of each layer's attention
     # of lanes and rows
     LANE_SLOTS = auto()  # the slot of each lane,
-    FIRSTS = auto()  # its first row, and behind the last lane the number of rows
+    FIRSTS = auto()  # first row of each lane, and then the number of rows
     SEQUENCES = auto()  # the slot of each row
     POSITIONS = auto()
     # of drafts (draft.py)
-    PRICE = auto()  # of a further row, as a share of a pass
-    CHANCES = auto()  # that drafts of each kind are right, of each slot
-    GUESSES = auto()  # what was drafted last, of each slot
-    COUNTED = auto()  # what came of it, of each slot
+    PRICE = auto()  # cost of one more row, as a share of a pass
+    CHANCES = auto()  # of drafts of each kind being right, per slot
+    GUESSES = auto()  # last drafts, per slot
+    COUNTED = auto()  # counts of drafts, per slot
     TABLE = auto()  # or 0
     TABLE_SIZE = auto()
     # of memory between stages
@@ -60,10 +60,10 @@ class Word(_Indices):
     LOGITS = auto()
     NOISY = auto()
     MARKS = auto()
-    RAW = auto()  # logits as they were
+    RAW = auto()  # logits before penalties, biases and temperature
     PREPARED = auto()  # rows of x
-    THREADS = auto()  # of the team
-    PRIVATE = auto()  # of each thread
+    THREADS = auto()  # number of threads of the team
+    PRIVATE = auto()  # private memory of each thread
     # of the slots
     TOKENS = auto()
     LENGTH = auto()
@@ -86,28 +86,28 @@ class Word(_Indices):
     NOT_FINITE = auto()
     # of log-probabilities
     WANTS = auto()  # whether a slot wants them
-    LOGPROB = auto()  # or 0 if none does
+    LOGPROB = auto()  # or 0 if no slot wants them
     TOP_LOGPROB = auto()
     TOP_TOKEN = auto()
-    # of a profile, or 0: clocks of each thread, a moment behind the other, and how many of each there is room for
+    # of a profile, or 0: clocks of each thread, in order of time, and how many there is room for per thread
     CLOCKS = auto()
     MOMENTS = auto()
     # of words that the threads share
-    NEXT = auto()  # piece that is not taken yet
-    ENDED = auto()  # pieces
+    NEXT = auto()  # first piece that is not taken
+    ENDED = auto()  # pieces that have ended
     ASLEEP = auto()  # threads
     GOING = auto()  # lanes that are not done
     LEFT = auto()  # lanes whose step has not ended
-    STOP = auto()  # step that is not taken any more
-    HALT = auto()  # whether somebody wants the call to end behind the step that it is at
+    STOP = auto()  # first step that is not taken any more
+    HALT = auto()  # whether the call should end after the current step
 
 
-#: Words of a slot's record, under the names that `Slots` has for them.
+#: Words of a slot's record, named like the fields of `Slots`.
 RECORD = tuple(word for word in Word if Word.TOKENS <= word <= Word.NOT_FINITE)
 SHARED = (Word.NEXT, Word.ENDED, Word.ASLEEP, Word.GOING, Word.LEFT, Word.STOP, Word.HALT)
 
 
-#: What the stages of a call do, as a profile names it: the layers' in their order, and those before and behind them.
+#: Names of the stages of a call in a profile: those of a layer in their order, and those before and after the layers.
 EMBEDDING_STAGE = "embedding: embeddings looked up"
 LAYER_STAGES = (
     "qkv: normalised, multiplied",
@@ -125,24 +125,24 @@ AWAITED = "{}: others awaited"
 class Begin(_Indices):
     """What the rows of a call are."""
 
-    NEWEST = auto()  # of each slot the newest token, wherever it stands, and drafts behind it
-    GIVEN = auto()  # tokens at positions that are given, several of a slot among them
-    READY = auto()  # what earlier stages have left
+    NEWEST = auto()  # the newest token of each slot, and drafts after it
+    GIVEN = auto()  # tokens at given positions, several of a slot among them
+    READY = auto()  # the output of earlier stages
 
 
 class Stage(_Indices):
-    """What is told of each stage, behind those: of a product its matrix and what goes with it, of attention its part of
-    the cache."""
+    """The words of each stage, which follow those of the call: of a product its matrix and parameters, of attention its
+    part of the cache."""
 
     FORM = auto()
     PIECES = auto()
     SOURCE = auto()
-    SOURCE_APART = auto()  # numbers from row to row
+    SOURCE_APART = auto()  # floats from row to row
     TARGET = auto()
     TARGET_APART = auto()
     # of a product
     MATRIX = auto()  # in panels (panels.py),
-    IN_ROWS = auto()  # or, of an LM head in floating point, row by row
+    IN_ROWS = auto()  # or row by row (an LM head in floating point)
     SCALES = auto()  # or 0; scales and biases are whole panels
     BIAS = auto()  # or 0
     INPUTS = auto()
@@ -157,12 +157,12 @@ class Stage(_Indices):
     # of attention
     KEYS = auto()
     VALUES = auto()
-    SCALE = auto()  # its place among the settings
+    SCALE = auto()  # its index in the settings
 
 
 class Form(_Indices):
-    """What becomes of a product; or that a stage stores the keys and values of given tokens, or is attention, which
-    first stores those of newest tokens."""
+    """What a stage does with its product; or that it stores the keys and values of given tokens; or attention, which
+    also stores those of newest tokens."""
 
     STORED = auto()
     ADDED = auto()

@@ -1,12 +1,12 @@
-// Attention of one fp16 query to keys and values that are codes, for heads of 64, by a warp on tensor cores. Of sixteen rows one
-// is used, the query's or its weights', but a product spares more instructions than it wastes: codes are expanded two at a time and
-// never multiplied one by one.
+// Attention of one fp16 query to keys and values that are codes, for heads of 64, by one warp on tensor cores.
 //
-// Lane 4g + t has of eight neighbouring keys 16 codes of key g, columns 16t and up, and 8 codes each of values 2t and 2t + 1,
-// columns 8g and up. In which order products add columns is free, so these bytes are operands as they are loaded; and a key's
-// score leaves the first product in the lane where the second one takes its weight.
-// Weights are halves there. A value's scale is a factor of its weight, in units of the largest scale so far, so that neither
-// large nor small values leave the range of a half.
+// The idea: a product uses one of its sixteen rows, but it saves more instructions than it wastes, because codes are expanded two
+// at a time and never multiplied one by one.
+// Layout: of eight neighbouring keys, lane 4g + t has 16 codes of key g from column 16t on, and 8 codes each of values 2t and
+// 2t + 1 from column 8g on. Products may add columns in any order, so these bytes are operands as loaded, and a key's score leaves
+// the first product in the lane where the second one takes its weight.
+// Range: weights are fp16. A value's scale multiplies its weight, in units of the largest scale so far, so that weights stay
+// within the range of fp16.
 #pragma once
 #include "codes.cuh"
 #include "kv_codes.cuh"
@@ -18,19 +18,19 @@ namespace warpline {
 struct CodeAttention {
     using Codes = Vec<Code, 16>;
     unsigned query[8];
-    OnlineSoftmax softmax;  // its sum is that of this lane's keys
+    OnlineSoftmax softmax;  // its sum covers this lane's keys
     float unit = 0.f;
-    float out[8][4] = {};  // the first two of each count: columns 16t + i and 16t + 8 + i
+    float out[8][4] = {};  // the first two of each four: columns 16t + i and 16t + 8 + i
 
     __device__ __forceinline__ void ask(const Vec<__half, 16>& numbers) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) query[i] = reinterpret_cast<const unsigned*>(&numbers)[i];
     }
 
-    // Where a lane has its codes of value 2t + e.
+    // A lane's codes of value 2t + e.
     static __device__ __forceinline__ Vec<Code, 8>& value_of(Codes& two, int e) { return reinterpret_cast<Vec<Code, 8>*>(&two)[e]; }
 
-    // One value and the scales of its position, of which the warp's first four lanes have 16 columns each, as value 0 of eight.
+    // Spreads one value and its position's scales, held by the warp's first four lanes with 16 columns each, as value 0 of eight.
     static __device__ __forceinline__ void spread(Codes& value, ScalePair& scaled) {
         const int group = threadIdx.x % WARP / 4;
         unsigned found[4];
@@ -42,7 +42,7 @@ struct CodeAttention {
         for (int i = 0; i < 2; ++i) scaled.at[i] = __shfl_sync(0xffffffffu, scaled.at[i], 0);
     }
 
-    // COUNT times eight keys and values, of which those count that `is_there(u, e)`: key 2t + e of the u-th eight.
+    // Adds COUNT times eight keys and values; key 2t + e of the u-th eight counts if is_there(u, e).
     template <int COUNT, typename There>
     __device__ __forceinline__ void take(const Codes (&key)[COUNT][1], const Codes (&value)[COUNT][1],
                                          const ScalePair (&scaled)[COUNT][2], float factor, There is_there) {
@@ -86,7 +86,7 @@ struct CodeAttention {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const unsigned first = pairs<0>(value[u][0], i), second = pairs<2>(value[u][0], i);
-                const Codes& after = value[u + 1 < COUNT ? u + 1 : u][0];  // has no weight where there is none
+                const Codes& after = value[u + 1 < COUNT ? u + 1 : u][0];  // a repeated one has weight 0
                 const unsigned third = pairs<0>(after, i), fourth = pairs<2>(after, i);
                 multiply(out[4 * i], weight[u], weight[u + 1], halves_of<0>(first), halves_of<0>(third));
                 multiply(out[4 * i + 1], weight[u], weight[u + 1], halves_of<2>(first), halves_of<2>(third));
@@ -106,16 +106,16 @@ struct CodeAttention {
     }
 
    private:
-    // Four codes, and 128 each.
+    // Four codes, plus 128 each.
     static __device__ __forceinline__ unsigned word(const Codes& codes, int i) {
         return reinterpret_cast<const unsigned*>(&codes)[i] ^ 0x80808080u;
     }
-    // Codes 4i + FIRST and the next one of two values: of the one, of the other, and again.
+    // Codes 4i + FIRST and the next one of two values: of the first, of the second, and again.
     template <int FIRST>
     static __device__ __forceinline__ unsigned pairs(const Codes& two, int i) {
         return __byte_perm(word(two, i), word(two, 2 + i), FIRST == 0 ? 0x5140 : 0x7362);
     }
-    // All sixteen rows of the left operand are one.
+    // All sixteen rows of the left operand are equal.
     static __device__ __forceinline__ void multiply(float (&sum)[4], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
         const unsigned a[4] = {a0, a0, a1, a1};
         multiply_add<__half>(sum, a, b0, b1);

@@ -1,20 +1,19 @@
-// int8 weights in registers: codes become numbers where they are multiplied, and the scale of a row, which is the same
-// for all of them, multiplies the sum.
+// int8 weights in registers: codes are converted where they are multiplied; the scale of a row multiplies the sum.
 //
-// The idea: the integers from 0 to 255 are the last bits of a half from 1024 on, so a byte beside 0x64 is 1024 and that
-// byte. Two codes become a pair with one permutation and one subtraction, both exact; a conversion instruction for each
-// would take longer than reading them.
+// The idea: in fp16 the integers 1024 to 1279 have the byte 0x64 above the low byte, so a code byte below 0x64 is 1024 plus that
+// byte. Two codes become a pair with one permutation and one subtraction, both exact; a conversion instruction per code would
+// take longer than reading them.
 #pragma once
 #include "ptx.cuh"
 
 namespace warpline {
 
-// Bytes FIRST and the next one of codes + 128, as halves of 1024 and more,
+// Bytes FIRST and FIRST + 1 of codes + 128, as fp16 values plus 1024.
 template <int FIRST>
 __device__ __forceinline__ unsigned raised(unsigned positive) {
     return __byte_perm(positive, 0x64646464u, FIRST == 0 ? 0x4140 : 0x4342);
 }
-// and without what they are more than the codes: 1024 + 128.
+// Subtracts 1024 + 128.
 __device__ __forceinline__ unsigned lowered(unsigned both) {
     asm("sub.f16x2 %0, %0, %1;" : "+r"(both) : "r"(0x64806480u));
     return both;
@@ -30,12 +29,12 @@ __device__ __forceinline__ void pairs_of_codes(unsigned codes, unsigned& low, un
 
 template <>
 __device__ __forceinline__ void pairs_of_codes<__half>(unsigned codes, unsigned& low, unsigned& high) {
-    const unsigned positive = codes ^ 0x80808080u;  // 128 more
+    const unsigned positive = codes ^ 0x80808080u;  // codes + 128
     low = raised<0>(positive), high = raised<2>(positive);
     low = lowered(low), high = lowered(high);
 }
 
-// A bfloat16 is the upper half of a float, and has room for every code; a float has 2^23 and a byte as a half has 1024.
+// bfloat16 is the upper half of a float and holds every code exactly; a float of 2^23 plus the byte replaces the 1024 of fp16.
 template <>
 __device__ __forceinline__ void pairs_of_codes<__nv_bfloat16>(unsigned codes, unsigned& low, unsigned& high) {
     const unsigned positive = codes ^ 0x80808080u;
@@ -49,7 +48,7 @@ __device__ __forceinline__ void pairs_of_codes<__nv_bfloat16>(unsigned codes, un
     high = __byte_perm(value[2], value[3], 0x7632);
 }
 
-// The pairs of neighbours in 16 bytes of weights: eight numbers of the arithmetic's type, or sixteen codes.
+// The pairs of neighbours in 16 bytes of weights: eight values of the arithmetic type, or sixteen codes.
 template <typename T, typename W>
 struct WeightPairs;
 

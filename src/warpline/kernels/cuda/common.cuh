@@ -1,4 +1,4 @@
-// Numbers, vectors and reductions that every op uses. Knows CUDA's half-precision headers and nothing of the host.
+// Conversions, vectors and reductions that every op uses. Requires CUDA's half-precision headers only, nothing of the host.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,7 +10,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LOWEST = -3.402823466e38f;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// Storage types are converted on the way in and out; all arithmetic is float.
+// Storage types are converted at loads and stores; all arithmetic is float.
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -24,13 +24,13 @@ __device__ __forceinline__ __half from_float<__half>(float x) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
-// N neighbours that travel in one load or store.
+// N neighbours that one load or store moves.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {
     T at[N];
 };
 
-// The widest access, up to `bytes`, at which every row of `columns` elements starts aligned.
+// The widest access, up to `bytes`, for which every row of `columns` elements starts aligned.
 template <typename T>
 __device__ constexpr int vector_width(int columns, int bytes = 16) {
     int width = bytes / static_cast<int>(sizeof(T));
@@ -40,31 +40,31 @@ __device__ constexpr int vector_width(int columns, int bytes = 16) {
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A tensor [batch, head, row, column] whose columns are neighbours, and the distances of its other neighbours.
+// A tensor [batch, head, row, column] with contiguous columns; the other strides are in elements.
 template <typename T>
 struct View {
     const T* data;
     long long batch, head, row;
 
-    // Row 0 of a head of a sequence.
+    // Address of row 0 of a head of a sequence.
     __device__ __forceinline__ const T* rows(int b, int h) const { return data + b * batch + h * head; }
 };
 
-// The block's shared memory whose size the launch sets.
+// The block's dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ T* dynamic_shared() {
     extern __shared__ __align__(16) unsigned char bytes[];
     return reinterpret_cast<T*>(bytes);
 }
 
-// A barrier for the first THREADS threads of a block, whatever the others do.
+// A barrier of the first THREADS threads of a block only.
 template <int THREADS>
 __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-// Whether this block is the last of `blocks` to get here; what the others wrote before is then visible to it, through
-// L2 (__ldcg). All threads must call it. `arrived` counts from 0 and is left at 0 for the next launch.
+// Returns whether this block is the last of `blocks` to get here; it then sees the others' earlier writes through L2 (__ldcg).
+// Requires: all threads call it. `arrived` counts from 0 and is reset to 0 for the next launch.
 __device__ __forceinline__ bool finishes_last(int* arrived, int blocks) {
     __shared__ bool last;
     __threadfence();
@@ -78,7 +78,7 @@ __device__ __forceinline__ bool finishes_last(int* arrived, int blocks) {
     return last;
 }
 
-// Butterfly reductions: every lane ends with the same bits, in a fixed order.
+// Butterfly reduction: every lane ends with the same bits, in a fixed order.
 template <typename F>
 __device__ __forceinline__ float warp_reduce(float x, F combine) {
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ float warp_reduce(float x, F combine) {
     return x;
 }
 
-// Over WARPS neighbouring warps of a block. All threads of the block must call it; `scratch` holds a float per warp.
+// Reduction over WARPS neighbouring warps. Requires: all threads of the block call it; `scratch` holds a float per warp.
 template <int WARPS, typename F>
 __device__ __forceinline__ float group_reduce(float x, float* scratch, F combine) {
     x = warp_reduce(x, combine);

@@ -1,4 +1,4 @@
-// Rows of numbers as codes of a byte with a scale each: row = codes * scale. As codes.py computes them, to the bit.
+// Rows as int8 codes with one scale each: row = codes * scale. The same bits as codes.py computes.
 #pragma once
 #include "common.cuh"
 
@@ -13,12 +13,12 @@ constexpr bool IS_CODE = false;
 template <>
 constexpr bool IS_CODE<Code> = true;
 
-// The scales of a position's key and value, which lie side by side.
+// The scales of a position's key and value, stored side by side.
 using ScalePair = Vec<float, 2>;
 
-// The codes of a row of which each of LANES neighbouring lanes has N numbers, and its scale. All lanes of the warp must call
-// it. Magnitudes are compared as unsigned numbers: these are in the same order, and a NaN, which fmaxf would drop, is the
-// largest of all, so that the scale is one and every number of the row. A row too small for one over its scale is zeros.
+// Quantises a row of which each of LANES neighbouring lanes has N values; returns its scale. Requires: all lanes of the warp call
+// it. Magnitudes are compared as unsigned integers: the order is the same, and NaN, which fmaxf would drop, is the largest, so
+// that the scale becomes NaN and with it the row. A row too small for the inverse of its scale becomes zeros.
 template <int LANES, int N>
 __device__ __forceinline__ float encode_row(const float (&x)[N], Code (&codes)[N]) {
     unsigned largest = 0;
@@ -33,9 +33,8 @@ __device__ __forceinline__ float encode_row(const float (&x)[N], Code (&codes)[N
     return scale;
 }
 
-// Number i of a vector as a float; of codes without their scale. Of four codes that are neighbours a byte becomes the last one
-// of a float of 2^23 and more, where a unit is 1, and what it begins with is subtracted: conversions go through a unit that is
-// four times as slow. What all four share is computed once.
+// Element i of a vector as a float; codes without their scale. A code byte becomes the low byte of a float of 2^23, from which
+// the offset is subtracted, because conversion instructions run at a quarter of the rate. The xor is shared by four neighbours.
 template <typename T, int N>
 __device__ __forceinline__ float number(const Vec<T, N>& v, int i) {
     return to_float(v.at[i]);
@@ -55,7 +54,7 @@ constexpr bool IS_SAME = false;
 template <typename A>
 constexpr bool IS_SAME<A, A> = true;
 
-// Vector `at` of a row, which may be longer than the 16 bytes to which rows are aligned.
+// Vector `at` of a row; it may be longer than the 16 bytes to which rows are aligned.
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> read_vector(const T* row, int at) {
     constexpr int MOST = 16 / sizeof(T), WIDTH = N < MOST ? N : MOST;

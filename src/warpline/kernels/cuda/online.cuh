@@ -1,4 +1,4 @@
-// Softmax over scores that arrive a few at a time.
+// Online softmax: scores arrive a few at a time.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -9,8 +9,8 @@ namespace warpline {
 struct OnlineSoftmax {
     float largest = LOWEST, sum = 0.f;
 
-    // Takes the maximum of new scores; returns what everything summed so far is to be multiplied by: exactly 1 where the
-    // maximum stays, so that scores which do not count (LOWEST) change no bit.
+    // Takes the maximum of new scores; returns the factor for all earlier sums: exactly 1 if the maximum does not change, so that
+    // excluded scores (LOWEST) change no bit.
     __device__ __forceinline__ float raise(float candidate, float factor) {
         const float before = largest;
         largest = fmaxf(largest, candidate);

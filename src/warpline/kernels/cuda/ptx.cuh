@@ -1,21 +1,21 @@
-// Instructions that C++ has no name for.
+// Instructions without a name in C++, as inline PTX.
 #pragma once
 #include "common.cuh"
 
 namespace warpline {
 
 // --- launches that overlap ---
-// A launch may begin before the one ahead of it in the stream has ended, where the host allows it and defines
-// WARPLINE_OVERLAPPING. Otherwise both of these do nothing.
+// A launch may begin before the preceding one of the stream has ended, where the host allows it and defines WARPLINE_OVERLAPPING.
+// Otherwise both functions do nothing.
 
-// The next launch may begin as soon as all blocks of this one are there.
+// The next launch may begin as soon as all blocks of this one have called it or exited.
 __device__ __forceinline__ void allow_next_launch() {
 #ifdef WARPLINE_OVERLAPPING
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// What earlier launches wrote is there from here on, and what they read may be overwritten.
+// Waits for all preceding launches: after it their writes are visible, and what they read may be overwritten.
 __device__ __forceinline__ void await_previous_launch() {
 #ifdef WARPLINE_OVERLAPPING
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -31,7 +31,7 @@ __device__ __forceinline__ float tanh_approx(float x) {
     return y;
 }
 
-// 2^x, relative error about 2^-22; infinity and 0 at the ends.
+// 2^x, relative error about 2^-22; it overflows to infinity and flushes to 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -53,10 +53,10 @@ __device__ __forceinline__ float rcp_approx(float x) {
 }
 
 // --- tensor cores ---
-// Fragments are named as in the m16n8k16 product: a[4] is 16 x 16, b[2] is 16 x 8, c[4] is 16 x 8 in float. With
-// g = lane / 4 and t = lane % 4, c holds rows g and g + 8, columns 2t and 2t + 1.
+// Fragments are named as in m16n8k16: a[4] is 16 x 16, b[2] is 16 x 8, c[4] is 16 x 8 in float. With g = lane / 4 and
+// t = lane % 4, c holds rows g and g + 8, columns 2t and 2t + 1.
 
-// Four 8 x 8 matrices of 16-bit elements; lane 8i + j names the 16 bytes of row j of matrix i.
+// Four 8 x 8 matrices of 16-bit elements; lane 8i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -134,7 +134,7 @@ __device__ __forceinline__ void sync_cluster() {
 #endif
 }
 
-// What block `rank` of the cluster has where this one has `own`.
+// Reads block `rank`'s counterpart of `own`.
 __device__ __forceinline__ float load_from_cluster(const float* own, int rank) {
     float value = 0.f;
 #if __CUDA_ARCH__ >= 900
@@ -147,8 +147,8 @@ __device__ __forceinline__ float load_from_cluster(const float* own, int rank) {
 
 // --- loads ---
 
-// 16 bytes of what is read only once, by lanes that do not cover whole cache lines: L1 does not keep them, and L2 brings
-// their neighbours along.
+// 16 bytes that are read once, by lanes that do not cover whole cache lines: not kept in L1, and L2 fetches the neighbouring
+// bytes.
 __device__ __forceinline__ Vec<unsigned, 4> load_streaming(const Vec<unsigned, 4>* at) {
 #if __CUDA_ARCH__ >= 800
     Vec<unsigned, 4> v;
@@ -161,10 +161,10 @@ __device__ __forceinline__ Vec<unsigned, 4> load_streaming(const Vec<unsigned, 4
 #endif
 }
 
-// Brings a line to L2, for a load that comes later.
+// Prefetches a line into L2.
 __device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-// A policy under which L2 keeps lines while a stream passes through it that is larger than itself.
+// A cache policy that keeps lines in L2 while a stream larger than L2 passes through it.
 __device__ __forceinline__ unsigned long long evict_last_policy() {
     unsigned long long policy = 0;
 #if __CUDA_ARCH__ >= 800
@@ -173,7 +173,7 @@ __device__ __forceinline__ unsigned long long evict_last_policy() {
     return policy;
 }
 
-// Four bytes that L2 is to keep.
+// Loads four bytes that L2 should keep.
 __device__ __forceinline__ unsigned load_evict_last(const unsigned* at) {
 #if __CUDA_ARCH__ >= 800
     unsigned v;
@@ -184,11 +184,11 @@ __device__ __forceinline__ unsigned load_evict_last(const unsigned* at) {
 #endif
 }
 
-// --- copies that run by themselves, from global into shared memory ---
+// --- asynchronous copies from global to shared memory ---
 
 constexpr bool HAS_ASYNC_COPIES = __CUDA_ARCH__ >= 800;
 
-// 16 bytes; zeros where `inside` is false, and then `source` is not read. Without such copies, an ordinary one.
+// 16 bytes; zeros if not `inside`, and then `source` is not read. An ordinary copy on GPUs without cp.async.
 __device__ __forceinline__ void copy_async(void* target, const void* source, bool inside) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
@@ -199,7 +199,7 @@ __device__ __forceinline__ void copy_async(void* target, const void* source, boo
 #endif
 }
 
-// Ends a group of copies; wait_for_copies<N> returns when at most the newest N groups are still on their way.
+// Ends a group of copies; wait_for_copies<N> returns when at most the newest N groups are in flight.
 __device__ __forceinline__ void end_copy_group() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;");
@@ -213,7 +213,7 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// --- copies of whole blocks of memory, and the barriers in shared memory that count their bytes (sm_90) ---
+// --- bulk copies, and the mbarriers in shared memory that count their bytes (sm_90) ---
 
 constexpr bool HAS_BULK_COPIES = __CUDA_ARCH__ >= 900;
 
@@ -221,14 +221,14 @@ __device__ __forceinline__ unsigned shared_address(const void* at) {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));
 }
 
-// A barrier whose phase ends when `arrivals` threads have arrived and all bytes they announced are there.
+// An mbarrier; its phase ends after `arrivals` arrivals and all announced bytes.
 __device__ __forceinline__ void barrier_init(unsigned long long* barrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 #endif
 }
 
-// Makes initialised barriers known to the unit that copies.
+// Makes initialised mbarriers visible to the copy unit.
 __device__ __forceinline__ void barriers_are_ready() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -241,7 +241,7 @@ __device__ __forceinline__ void barrier_arrive(unsigned long long* barrier) {
 #endif
 }
 
-// Whether the phase of this parity is over; may wait a little for it.
+// Whether the phase of this parity is over; may wait for a short time.
 __device__ __forceinline__ bool barrier_passed(unsigned long long* barrier, unsigned parity) {
     unsigned passed = 1;
 #if __CUDA_ARCH__ >= 900
@@ -253,8 +253,8 @@ __device__ __forceinline__ bool barrier_passed(unsigned long long* barrier, unsi
     return passed != 0;
 }
 
-// Arrives at the barrier and starts a copy of `bytes` from global to shared memory that it waits for. L2 keeps the bytes
-// no longer than it must: they are read once.
+// Arrives at the mbarrier and starts a copy of `bytes` from global to shared memory, which the mbarrier counts. L2 evicts the
+// bytes first: they are read once.
 __device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes, unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900
     unsigned long long policy;

@@ -1,4 +1,4 @@
-// A row held in registers by the warps that own it: read once, written once, worked on in between.
+// A row in the registers of the warps that own it: read once, written once.
 #pragma once
 #include "common.cuh"
 
@@ -18,7 +18,7 @@ struct RowSlice {
 
     __device__ __forceinline__ RowSlice() : lane(threadIdx.x % LANES) {}
 
-    // Which row this thread's group of warps owns, BLOCK threads to a block.
+    // The row of this thread's group of warps; BLOCK threads per block.
     template <int BLOCK>
     static __device__ __forceinline__ int row() {
         return blockIdx.x * (BLOCK / LANES) + threadIdx.x / LANES;
@@ -48,7 +48,7 @@ struct RowSlice {
         }
     }
 
-    // Apply `f` to every element held and its counterparts in two vectors, which are read as they are needed.
+    // Applies `f` to every element held and its counterparts in two vectors, which are loaded as needed.
     template <typename F>
     __device__ __forceinline__ void each(const T* first, const T* second, F f) {
 #pragma unroll
@@ -61,7 +61,7 @@ struct RowSlice {
         }
     }
 
-    // Apply `f` to every element held, in a fixed order.
+    // Applies `f` to every element held, in a fixed order.
     template <typename F>
     __device__ __forceinline__ void each(F f) {
 #pragma unroll

@@ -1,47 +1,46 @@
-// Bounds on the logits of an LM head, from int8 codes of its rows: what cannot be the largest need not be computed.
+// Bounds on the logits of an LM head, from int8 codes of its rows: outputs that cannot be the largest need not be computed.
 //
-// A row w of the head is stored a second time as codes of one byte and a scale; c = codes * scale. The hidden state h is
-// rounded to q, which is 16 bits of its length. Then
+// The idea: a row w of the head is stored a second time as int8 codes and a scale; c = codes * scale. The hidden state h is
+// rounded to q, 16 bits relative to its length. Then
 //   w h - c q = (w - c) h + c (h - q),  so  |w h - c q| <= |w - c| |h| + |c| |h - q|                 (Cauchy-Schwarz)
 // and c q is an exact sum of integers. `error` is |w - c| and `norm` the larger of |w| and |c|, both rounded up by the host
-// (model/screen.py). What the product itself rounds off, in whatever order it adds, is bounded by a multiple of |w| |h|.
-// A score that does not fall when its logit rises has its bounds where the logit has them, rounding included. So the largest
-// score is among those whose upper bound is not below another's lower bound, and nothing else has to be computed.
+// (model/screen.py). The rounding of the product itself, in any order of addition, is bounded by a multiple of |w| |h|.
+// A score that does not fall when its logit rises has its bounds at the bounds of the logit, rounding included. So the largest
+// score is among those whose upper bound is not below another's lower bound; no other output is computed.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
 
-// Outputs of a tile of codes, and its inputs; a lane has 16 bytes of it: outputs g and g + 8, eight inputs each.
+// Outputs and inputs of a tile of codes; a lane has 16 bytes of it: outputs g and g + 8, eight inputs each.
 constexpr int CODE_OUTPUTS = 16, CODE_INPUTS = 32;
 
-// A row of hidden states: its quantum, and what a code's error and norm are multiplied with.
+// A row of hidden states: its quantum, and the factors of a code's error (length) and norm (rest).
 struct ScreenedRow {
     float quantum, length, rest;
 };
 
-// No less than the root of n, and no more than 1 above it.
+// The least integer not below the root of n.
 __device__ constexpr int root_from(int n) {
     int root = 0;
     while (root * root < n) ++root;
     return root;
 }
 
-// Of a row of WIDTH numbers whose squares add up to `square`. Outside of a range in which nothing can overflow or vanish,
-// bounds are infinite.
+// For a row of WIDTH values with the sum of squares `square`. Where something could overflow or underflow, bounds are infinite.
 template <int WIDTH>
 __device__ __forceinline__ ScreenedRow screened_row(float square) {
     constexpr float ROOT = root_from(WIDTH);
-    constexpr float LARGEST = 32600.f;  // quanta; with its upper byte rounded it must stay a byte
-    // Half a quantum for every number and a little more for arithmetic; and what WIDTH sums may round off, twice over.
+    constexpr float LARGEST = 32600.f;  // quanta; the rounded upper byte must fit a byte
+    // Half a quantum per value and a little for arithmetic; and twice the rounding of WIDTH sums.
     const float length = square * rsqrt_approx(square) * (1.f + 0x1p-10f), quantum = length * (1.f / LARGEST);
     const bool sound = length > 1e-15f && length < 1e18f;
     return sound ? ScreenedRow{quantum, length, 0.51f * ROOT * quantum + WIDTH * 0x1p-21f * length}
                  : ScreenedRow{0.f, infinity(), infinity()};
 }
 
-// A number in quanta, `per_one` of which are 1, as its upper and its lower byte: 256 upper + lower.
+// A value in quanta (`per_one` quanta are 1) as upper and lower byte: 256 upper + lower.
 struct TwoBytes {
     signed char upper, lower;
 };
@@ -50,7 +49,7 @@ __device__ __forceinline__ TwoBytes in_bytes(float x, float per_one) {
     return {static_cast<signed char>(upper), static_cast<signed char>(quanta - 256 * upper)};
 }
 
-// Of one output what the host knows.
+// What the host knows of one output.
 struct CodeBounds {
     float scale, error, norm;
 };
@@ -59,7 +58,7 @@ struct Interval {
     float low, high;
 };
 
-// Where the logit must be whose codes sum up to these, with the row's upper and lower bytes.
+// The interval of the logit from the sums of its codes with the row's upper and lower bytes.
 __device__ __forceinline__ Interval logit_between(const ScreenedRow& row, const CodeBounds& code, int upper, int lower) {
     const float about = fmaf(256.f, static_cast<float>(upper), static_cast<float>(lower)) * row.quantum * code.scale;
     const float off = (row.length * code.error + row.rest * code.norm) * 1.001f + fabsf(about) * 0x1p-20f + 1e-30f;
@@ -67,8 +66,8 @@ __device__ __forceinline__ Interval logit_between(const ScreenedRow& row, const 
     return {low == low ? low : -infinity(), high == high ? high : infinity()};
 }
 
-// Sums of products of a tile of codes (a lane's 16 bytes) and eight columns of bytes, of which a lane has eight inputs of
-// column lane / 4: for outputs g and g + 8, columns 2t and 2t + 1.
+// Multiplies a tile of codes (16 bytes per lane) with eight columns of bytes, of which a lane has eight inputs of column lane /
+// 4. The sums are those of outputs g and g + 8, columns 2t and 2t + 1.
 __device__ __forceinline__ void multiply_add_codes(int (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

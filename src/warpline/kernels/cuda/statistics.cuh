@@ -1,7 +1,7 @@
-// Mean and variance of rows, left by whoever writes them for whoever standardises them later.
+// Mean and variance of rows: stored by the op that writes the rows, for the op that standardises them.
 //
-// They are a pair of floats for every SLICE of its columns, of all rows side by side: their mean, and the sum of their
-// squared distances from it. From these those of the row follow without cancellation, whatever its mean.
+// The idea: for every SLICE of columns two floats, the mean and the sum of squared distances from it; slices of all rows are
+// stored side by side. Those of the whole row follow without cancellation, whatever its mean.
 #pragma once
 #include "common.cuh"
 
@@ -9,7 +9,7 @@ namespace warpline {
 
 constexpr int SLICE = 16;
 
-// The statistics of a slice of which each of four neighbouring lanes has four numbers; all of a warp take part.
+// Statistics of a slice of which four neighbouring lanes have four values each. Requires: the whole warp calls it.
 __device__ __forceinline__ float2 slice_statistics(float a, float b, float c, float d) {
     const auto of_all = [](float sum) {
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -20,8 +20,8 @@ __device__ __forceinline__ float2 slice_statistics(float a, float b, float c, fl
     return make_float2(mean, of_all((a * a + b * b) + (c * c + d * d)));
 }
 
-// Mean and 1 / deviation of ROWS rows of COLUMNS for THREADS threads, each of which has a part of a row's slices. They are
-// added up in quarters of a row, then the quarters, so that the number of threads to a row changes no bit.
+// Mean and 1 / deviation of ROWS rows of COLUMNS, by THREADS threads, each with a part of a row's slices. Slices are added up in
+// quarters of a row, then the quarters, so that the number of threads per row changes no bit.
 template <int COLUMNS, int ROWS, int THREADS>
 struct RowStandards {
     static constexpr int PARTS = THREADS / ROWS, QUARTERS = 4, OWN = QUARTERS / PARTS, EACH = COLUMNS / SLICE / QUARTERS;
@@ -51,7 +51,7 @@ struct RowStandards {
             shared[part * OWN + own][row] = make_float2(mean, squares);
         }
     }
-    // Once everybody has met.
+    // Requires: a barrier of the block since `store`.
     static __device__ __forceinline__ float2 of(const Shared& shared, int row, float epsilon) {
         float mean = 0.f, squares = 0.f;
 #pragma unroll

@@ -1,30 +1,30 @@
-// Tiles of a matrix that the hardware copies by itself, from a description that the host has made (sm_90).
+// Copies of matrix tiles by hardware, from a descriptor that the host has made (sm_90).
 #pragma once
 #include "ptx.cuh"
 
 namespace warpline {
 
-// CUtensorMap of the driver: the matrix, and the tile's rows and columns. Chunks of a tile are arranged as warpgroup.cuh has
-// it; what lies beyond the matrix is 0.
+// The driver's CUtensorMap: the matrix, and the tile's rows and columns. Chunks of a tile are swizzled as in warpgroup.cuh;
+// elements beyond the matrix are 0.
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// Fetches the description, which will be needed soon.
+// Prefetches the descriptor.
 __device__ __forceinline__ void fetch_description(const TensorMap& map) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 #endif
 }
 
-// Arrives at the barrier, which waits for so many bytes.
+// Arrives at the mbarrier and announces the bytes that it must wait for.
 __device__ __forceinline__ void barrier_expect(unsigned long long* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 #endif
 }
 
-// Starts a copy of so many bytes, a multiple of 16; the barrier counts them.
+// Starts a copy of `bytes`, a multiple of 16; the mbarrier counts them.
 __device__ __forceinline__ void copy_block(void* target, const void* source, int bytes, unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -34,7 +34,7 @@ __device__ __forceinline__ void copy_block(void* target, const void* source, int
 #endif
 }
 
-// Starts a copy of the tile at (row, column); the barrier counts its bytes.
+// Starts a copy of the tile at (row, column); the mbarrier counts its bytes.
 __device__ __forceinline__ void copy_tile(void* target, const TensorMap& map, int column, int row,
                                           unsigned long long* barrier) {
 #if __CUDA_ARCH__ >= 900

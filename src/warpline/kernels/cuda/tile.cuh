@@ -1,36 +1,35 @@
-// Tiles of a matrix in shared memory, and how they get there.
+// Tiles of a matrix in shared memory, and copies into them.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
 
-// Elements that travel together into a tile: 16 bytes.
+// Elements of a chunk: 16 bytes.
 template <typename T>
 constexpr int CHUNK = 16 / sizeof(T);
 
-// Distance of a tile's rows. The 16 bytes of padding put eight neighbouring rows on different banks, so that a chunk of
-// each can be read at once; this holds as long as a row has an even number of chunks.
+// Pitch of a tile's rows. The 16 bytes of padding put eight neighbouring rows on different banks, so that a chunk of each can be
+// read at once. Requires: a row has an even number of chunks.
 template <typename T, int COLUMNS>
 constexpr int PITCH = COLUMNS + CHUNK<T>;
 
-// Moves tiles of ROWS x COLUMNS from global to shared memory, all THREADS of the block together. With asynchronous
-// copies `fetch` starts them and `deposit` has nothing left to do; without (Turing, or rows that are aligned to WIDTH
-// elements only) `fetch` loads into registers and `deposit` stores, so that what is done in between hides the latency.
-// Which chunks a thread moves never changes, so all but the tile's place is worked out once, in the constructor: at
-// two or three instructions a chunk this is what the tensor cores wait for otherwise.
+// Moves tiles of ROWS x COLUMNS from global to shared memory, all THREADS of the block together. With asynchronous copies `fetch`
+// starts them and `deposit` does nothing; otherwise (Turing, or rows aligned to WIDTH elements only) `fetch` loads into registers
+// and `deposit` stores, so that work in between hides the latency. A thread moves the same chunks of every tile, so the
+// constructor computes all but the tile's address: tensor cores would otherwise wait for two or three instructions per chunk.
 template <typename T, int ROWS, int COLUMNS, int WIDTH, int THREADS>
 struct TileMover {
     static constexpr bool ASYNC = HAS_ASYNC_COPIES && WIDTH == CHUNK<T>;
     static constexpr int PER_ROW = COLUMNS / CHUNK<T>;
-    // Threads beyond a whole number of rows have nothing to do; every step moves STRIDE rows.
+    // Threads beyond a whole number of rows are idle; every step moves STRIDE rows.
     static constexpr int STRIDE = THREADS / PER_ROW, STEPS = ceil_div(ROWS, STRIDE);
     static_assert(COLUMNS % (2 * CHUNK<T>) == 0 && STRIDE > 0);
     using Chunk = Vec<T, CHUNK<T>>;
 
     const int row, column;
     const T* mine;           // this thread's first chunk, in the first tile
-    const long long stride;  // of the rows it moves
+    const long long stride;  // between the rows it moves
     Chunk held[ASYNC ? 1 : STEPS];
 
     __device__ __forceinline__ TileMover(const T* source, long long row_stride)

@@ -1,5 +1,5 @@
-// Products of a warpgroup: four neighbouring warps multiply together, and read what they multiply from shared memory
-// themselves, so that no instruction is spent on bringing it into registers (sm_90).
+// Products of a warp group (wgmma, sm_90): four neighbouring warps multiply together and read operands from shared memory, so
+// that no instruction loads them into registers.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -12,13 +12,13 @@ constexpr bool HAS_WARPGROUPS = true;
 constexpr bool HAS_WARPGROUPS = false;
 #endif
 
-// A tile is rows of 64 elements of 16 bits, and begins at a multiple of its eight rows. Chunk c of row r stands at
-// c ^ r % 8, so that neither eight neighbouring rows nor the chunks of one row meet on a bank.
+// A tile has rows of 64 16-bit elements and is aligned to eight rows. Chunk c of row r is stored at c ^ r % 8 (a swizzle), so
+// that neither eight neighbouring rows nor the chunks of one row have bank conflicts.
 constexpr int GROUP_ROW = 64, GROUP_TILE_BYTES = 8 * 128;
 
 __device__ __forceinline__ int group_place(int row, int chunk) { return row * GROUP_ROW + (chunk ^ row % 8) * 8; }
 
-// As TileMover, into such a tile.
+// Like TileMover, for such a tile.
 template <typename T, int ROWS, int THREADS>
 struct GroupTileMover {
     static constexpr bool ASYNC = true;
@@ -43,24 +43,24 @@ struct GroupTileMover {
     __device__ __forceinline__ void deposit(T*) const {}
 };
 
-// Where tiles may begin in the block's dynamic shared memory, of which they need 1,024 bytes more than their own.
+// Start of tiles in the block's dynamic shared memory. Requires: 1,024 bytes more than the tiles.
 template <typename T>
 __device__ __forceinline__ T* group_memory() {
     const unsigned beyond = shared_address(dynamic_shared<T>()) % GROUP_TILE_BYTES;
     return dynamic_shared<T>() + (beyond > 0 ? (GROUP_TILE_BYTES - beyond) / sizeof(T) : 0);
 }
 
-// What copies brought is there for the unit that multiplies, once everybody has met behind this.
+// Makes finished copies visible to wgmma after the next barrier of the block.
 __device__ __forceinline__ void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// How the hardware is told of a tile.
+// The wgmma descriptor of a tile.
 __device__ __forceinline__ unsigned long long describe_tile(const void* tile) {
     constexpr unsigned long long EIGHT_ROWS = GROUP_TILE_BYTES / 16, SWIZZLED = 1ull << 62;
     return (shared_address(tile) & 0x3ffffu) >> 4 | EIGHT_ROWS << 16 | EIGHT_ROWS << 32 | SWIZZLED;
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Sums c[NS][4], as in m16n8k16: a warp's 16 rows and NS times 8 columns. Numbers of operands must be spelled out.
+// Sums c[NS][4], as in m16n8k16: a warp's 16 rows and NS times 8 columns. Operand numbers must be literals.
 #define WARPLINE_SUM(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define WARPLINE_SUMS_2(c) WARPLINE_SUM(c, 0), WARPLINE_SUM(c, 1)
 #define WARPLINE_SUMS_3(c) WARPLINE_SUMS_2(c), WARPLINE_SUM(c, 2)
@@ -122,23 +122,23 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const unsigned (
 WARPLINE_GROUP_PRODUCTS(__half, "f16")
 WARPLINE_GROUP_PRODUCTS(__nv_bfloat16, "bf16")
 
-// Registers that products read or add to are what they should be.
+// Orders earlier register accesses before the products that read or add to these registers.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Ends a group of products; wait_for_products<N> returns when at most the newest N groups are still under way.
+// Ends a group of products; wait_for_products<N> returns when at most the newest N groups are in flight.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int GROUPS>
 __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
 
-// All products are done.
+// Waits for all products.
 __device__ __forceinline__ void end_products() {
     commit_products();
     wait_for_products<0>();
 }
 
-// The compiler does not know that products run by themselves: nothing that is done to these moves past this.
+// The compiler does not know that products are asynchronous: accesses to these registers do not move past this.
 template <int NS>
 __device__ __forceinline__ void settle(float (&c)[NS][4]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Teaching ladders: what each optimisation buys, from naive to production. The engine knows none of this."""
+"""Teaching ladders: the gain of each optimisation, from naive to production. The engine does not import them."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ LADDERS: dict[str, Ladder] = {ladder.name: ladder for ladder in (MATMUL, LAYERNO
 
 
 def find_ladder(name: str) -> Ladder:
-    """The ladder called `name`; an unknown name suggests the nearest."""
+    """Return the ladder called `name`; the error for an unknown name suggests the nearest."""
     return LADDERS[one_of(name, LADDERS, "ladder")]

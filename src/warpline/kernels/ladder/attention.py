@@ -12,12 +12,13 @@ from warpline.kernels.spec import THREADS_PER_WARP, KernelSpec, Launch, Tunables
 _TOP = find("flash_attention")
 _BLOCK, _TILE, _TILE_BLOCK = 128, 32, 256
 _WINDOW = 256
-#: Beyond that a thread's registers, or the shared memory that a block has without asking, are full.
+#: Largest heads: beyond them a thread's registers, or the shared memory of a block without a request for more, are
+#: full.
 _MOST_DEPTH_ALONE, _MOST_DEPTH_TILED = 64, 96
 
 
 def _with_scores(stored: bool) -> tuple[object, ...]:
-    """The arguments, with the scores behind y where they are stored, or with nothing in their place."""
+    """Return the arguments, with a scratch buffer for scores if they are stored."""
     scores: Buffer | Absent = scratch("scores", "batch heads queries keys") if stored else Absent("scores")
     arguments = present(_TOP)
     at = 1 + next(i for i, a in enumerate(arguments) if isinstance(a, Buffer) and a.role == "output")
@@ -81,7 +82,7 @@ ATTENTION = Ladder(
                 "attention_lonely",
                 _per_thread,
                 options=(_BLOCK,),
-                approximation=64 * 2**-24,  # a thread adds every value to the one before: errors walk farther
+                approximation=64 * 2**-24,  # a thread adds the values one after another, so errors grow further
                 allows=lambda dims, _tunables, _dtype: dims["depth"] <= _MOST_DEPTH_ALONE,
             ),
             why="The online softmax with nothing else: no stored scores, but few threads, full of registers.",

@@ -1,4 +1,4 @@
-"""The ladder of GELU behind a bias: nothing to compute less, only bytes to keep under way."""
+"""The ladder of GELU after a bias: no computation to save, only bytes to keep in flight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _runs(dims: Dims, _tunables: Tunables, _dtype: str) -> Launch:
 
 
 def _vectors(unroll: int, widest: int, dims: Dims, _tunables: Tunables, _dtype: str) -> Launch:
-    """Vectors of as many elements as asked for and as every row allows: `vector_width` of common.cuh."""
+    """Return a launch with vectors of up to `widest` elements, as wide as every row allows: `vector_width` of
+    common.cuh."""
     width = next(w for w in (4, 2, 1) if w <= widest and dims["columns"] % w == 0)
     return Launch(-(-dims["rows"] * dims["columns"] // (width * _BLOCK * unroll)), _BLOCK)
 
@@ -49,7 +50,7 @@ GELU = Ladder(
     title="Bias and GELU",
     dims=_dims(16384, 3072),
     odd_dims=(
-        *(_dims(33, columns) for columns in (1, 2, 3)),  # never all of them far below 0, as in kernels/catalog/rows.py
+        *(_dims(33, columns) for columns in (1, 2, 3)),  # not all values far below 0, see kernels/catalog/rows.py
         *(_dims(5, columns) for columns in (63, 64, 65, 127, 129, 1023)),
         *(_dims(rows, 96) for rows in (1, 3, 63, 129)),
     ),

@@ -1,4 +1,4 @@
-"""The ladder of the matrix product: from a thread to an output up to tensor cores."""
+"""The ladder of the matrix product: from one thread per output up to tensor cores."""
 
 from __future__ import annotations
 

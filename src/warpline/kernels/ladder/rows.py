@@ -1,4 +1,4 @@
-"""The ladders of LayerNorm and softmax: who owns a row, how sums meet, how often the row is read."""
+"""The ladders of LayerNorm and softmax: which threads own a row, how sums are combined, how often the row is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ladder is: kernels for the same op, each with one idea more than the one below it."""
+"""A ladder: kernels for the same op, each with one idea more than the one below it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from warpline.errors import ConfigError
 from warpline.kernels.arguments import Absent, Buffer, Dims, Scalar
 from warpline.kernels.spec import KernelSpec, Launch, Tunables, Variant
 
-#: What constant memory holds.
+#: Size of constant memory.
 CONSTANT_BYTES = 64 << 10
-#: What is said of a rung that the dimensions leave no room for.
+#: Shown for a rung that cannot run at the dimensions.
 NOWHERE = "does not exist at this shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rung:
-    """One idea. A variant is an idea aside: the rung above it builds on the one below it."""
+    """One kernel with one new idea. A variant is a side step: the rung above it builds on the rung below it."""
 
     name: str
     spec: KernelSpec
     why: str  # one sentence: what it changes
     dtype: str = "fp32"
     variant: bool = False
-    #: Numbers of the op that are not the usual ones, such as a window.
+    #: Numbers of the op that are not the defaults, such as a window.
     numbers: Dims = field(default_factory=dict)
 
     def dims(self, dims: Dims) -> dict[str, int]:
-        """Given dimensions, and the numbers of this rung that they do not name."""
+        """Return the given dimensions, with the numbers of this rung that they do not name."""
         return {**self.numbers, **dims}
 
     def allows(self, dims: Dims, arch: str) -> bool:
@@ -37,22 +37,22 @@ class Rung:
         return self.spec.allows(dims, self.spec.default(dims, self.dtype, arch), self.dtype)
 
     def compiled_as(self, dims: Dims, arch: str) -> Variant:
-        """What is compiled for these dimensions."""
+        """Return the variant to compile for these dimensions."""
         return Variant.of(self.spec, self.dtype, self.dims(dims), arch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ladder:
-    """Rungs from the bottom to the top; the top one is the catalog's."""
+    """Rungs from the bottom to the top; the top one is the catalog's kernel."""
 
     name: str
     title: str
     rungs: tuple[Rung, ...]
-    dims: Dims  # at which it is climbed unless told otherwise
-    odd_dims: tuple[Dims, ...]  # at which every rung must be right first
-    #: Others doing the same on a GPU; they take inputs and numbers.
+    dims: Dims  # default dimensions
+    odd_dims: tuple[Dims, ...]  # dimensions at which every rung is tested
+    #: Other implementations on a GPU; they take inputs and numbers.
     yardsticks: Mapping[str, Callable[..., Any]]
-    #: Dimensions that are always those of another one.
+    #: Dimensions that always equal another one.
     tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -66,11 +66,11 @@ class Ladder:
         return [rung for rung in self.rungs if not rung.variant]
 
     def shape_of(self, dims: Dims) -> str:
-        """Dimensions as a text."""
+        """Return the dimensions as a text such as "1024x768"."""
         return "x".join(str(dims[name]) for name in self.axes)
 
     def sized(self, shape: str) -> dict[str, int]:
-        """Dimensions from such a text."""
+        """Return the dimensions from such a text."""
         parts = shape.lower().replace("×", "x").split("x")
         if len(parts) != len(self.axes) or not all(part.isdecimal() and int(part) > 0 for part in parts):
             wanted = "x".join(name.upper() for name in self.axes)
@@ -90,7 +90,7 @@ def below(
     name: str | None = None,
     **changes: Any,
 ) -> KernelSpec:
-    """A spec for what `top` computes, done by another device function, in float32 and with nothing to tune."""
+    """Return a spec for what `top` computes with another device function, in float32 and without tunables."""
     return replace(
         top,
         **{
@@ -113,12 +113,12 @@ def below(
 
 
 def present(top: KernelSpec) -> tuple[Buffer | Scalar, ...]:
-    """The arguments that the op has: its lower rungs do not know those it does without."""
+    """Return the arguments of an op without the absent ones, which its lower rungs do not have."""
     return tuple(a for a in top.arguments if not isinstance(a, Absent))
 
 
 def in_constant_memory(top: KernelSpec, name: str) -> dict[str, Any]:
-    """The changes to a spec that put one of its inputs there."""
+    """Return the changes to a spec that move one of its inputs into constant memory."""
     buffer = next(replace(b, role="constant") for b in top.inputs if b.name == name)
     return {
         "arguments": tuple(buffer if a.name == name else a for a in present(top)),

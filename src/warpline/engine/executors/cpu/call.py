@@ -1,7 +1,7 @@
-"""What a team is told: the words of a call, and the memory between its stages.
+"""The arguments of a call of the team: 64-bit words, and the memory between the stages.
 
-From call to call little changes: which slots the rows are of, between which stages they go, and a few numbers. So the
-words are made once for given slots, with room for as many rows as these can ever have.
+Little changes from call to call: the slots of the rows, the first and last stage, and a few numbers. So the words are
+made once per `Slots`, with room for as many rows as these can ever have.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from warpline.kernels.cpu.words import (
 from warpline.model.quantise import SCALE
 from warpline.model.screen import Screen
 
-#: Pieces into which each thread's share of a product is cut: more are fairer, fewer are cheaper.
+#: Pieces into which each thread's share of a product is divided: more balance better, fewer cost less.
 PIECES = 6
-#: Stages from the end: behind the last layer's keys and values, and behind its attention.
+#: Stages counted from the end: after the last layer's keys and values, and after its attention.
 BEHIND_KEYS, BEHIND_ATTENTION = -5, -4
-#: Rows up to which each thread prepares x for itself, rather than wait for others.
+#: Most rows for which each thread prepares x itself, instead of waiting for others.
 ALONE = 4
-#: Tokens of prompts that go through the stages at once: a multiple of the rows of a block (panels.py).
+#: Tokens of prompts that go through the stages together: a multiple of the rows of a block (panels.py).
 PROMPT_ROWS = 132
 
 
@@ -67,7 +67,7 @@ class Stamps(NamedTuple):
 
 
 class Call:
-    """One for each `Slots`, of which it knows the tensors alone: it ends when they do."""
+    """The words for one `Slots`. It refers to its tensors only, and ends with them."""
 
     def __init__(
         self,
@@ -83,17 +83,17 @@ class Call:
     ):
         width, vocab, layers, lanes = config.n_embd, config.vocab_size, range(config.n_layer), slots.count
         self._tensors, self._threads, self._heads = tensors, threads, config.n_head
-        # Memory that is not written to costs nothing, so there is room for every slot with all of its drafts.
+        # Memory that is never written costs nothing, so there is room for every slot with all of its drafts.
         chosen = lanes * (1 + drafts)
         rows = max(chosen, PROMPT_ROWS)
         inner = config.inner
-        # What a product reads as it lies has rows that do not compete for the same places of a cache.
+        # Rows that products read directly are padded, so that they do not compete for the same cache sets.
         self.x, attended, hidden = (torch.empty(rows, size) for size in (width, apart(width), apart(inner)))
         self.attended = attended[:, :width]
         self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
         qkv = torch.empty(rows, 3 * width)
         marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
-        # Rows as a product wants them; of each thread a few, and what it needs besides, or what attention needs.
+        # Prepared rows for products; and per thread a few rows and scratch, for a product or for attention.
         inputs = max(width, inner)
         of_row = max(row_bytes(inputs), 4 * apart(inputs))
         prepared = torch.empty(rows * of_row, dtype=torch.uint8)
@@ -123,12 +123,12 @@ class Call:
         self._sequences, self._positions, self._lanes = (np.zeros(rows, np.int64) for _ in range(3))
         self._firsts = np.arange(rows + 1)
         self._drafts = drafts
-        self._known_to: list[Request | None] = [None] * (lanes + 1)  # whose drafts a slot's chances are of
+        self._known_to: list[Request | None] = [None] * (lanes + 1)  # the request that a slot's chances belong to
         self._price = np.ones(1, np.float32)
         self._chances = np.zeros((lanes + 1, KINDS), np.float32)
         self._counted, guesses = np.zeros((lanes + 1, COUNTS), np.int64), np.zeros((lanes + 1, GUESS), np.int64)
         self._wants = np.zeros(lanes + 1, np.uint8)
-        self._shared = np.zeros((len(SHARED), 16), np.int64)  # a word in every other line of the cache
+        self._shared = np.zeros((len(SHARED), 16), np.int64)  # one word in every other cache line
         self._done = slots.done.numpy()
         told: dict[Word, Any] = {
             Word.SLOTS: slots.count + 1,
@@ -166,14 +166,14 @@ class Call:
             **{word: getattr(slots, word.name.lower()) for word in RECORD},
             **dict(zip(SHARED, self._shared, strict=True)),
         }
-        self._kept = [*told.values(), qkv, hidden, slots.cache, screen]  # whose addresses are told
+        self._kept = [*told.values(), qkv, hidden, slots.cache, screen]  # keeps the memory at these addresses alive
         self._words = np.array([_word(told.get(word, 0)) for word in Word] + [word for s in stages for word in s])
         self._rows: tuple[int, ...] = ()
         self._lane_count = 0
         self._clocks: np.ndarray | None = None
 
     def newest(self, slots: Slots, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
-        """Have it told so many steps of these lanes; gives the address. `screens`: no row asks for more than its
+        """Set the words for `steps` steps of these lanes; return their address. `screens`: every row needs only its
         largest logit, with or without noise."""
         going = [lane for lane in lanes if not self._done[lane]]
         drafts = self._drafts if chooses else 0
@@ -184,21 +184,20 @@ class Call:
         return self._told(lanes, Begin.NEWEST, 0, self._stages, steps, len(going), chooses, screens, drafts)
 
     def given(self, slots: Sequence[int], positions: np.ndarray, *, end: int = 0, screens: bool = False) -> int:
-        """The tokens at these positions of these slots, through all stages before `end`, counted from behind."""
+        """Set the words to run the tokens at these positions through all stages before `end`, counted from the end."""
         self._positions[: len(positions)] = positions
-        # The larger, the more share what is read; but every thread should have some.
+        # More tokens per group share more reads, but every thread should have some.
         most = -(-len(slots) * self._heads // (PIECES * self._threads * GROUP)) * GROUP
         firsts = _groups(np.array(slots), positions, min(most, TOGETHER))
         return self._told(slots, Begin.GIVEN, 0, self._stages + end, 1, len(slots), False, screens, firsts=firsts)
 
     def ready(self, slots: Slots, lanes: Sequence[int], *, first: int, screens: bool = False) -> int:
-        """What stands in the first rows of the memory between stages, from stage `first` on, counted from behind, to
-        the choice of a token."""
+        """Set the words to run the first rows, from stage `first` (counted from the end) to the choice of a token."""
         self._tell_logprobs(slots, lanes)
         return self._told(lanes, Begin.READY, self._stages + first, self._stages, 1, len(lanes), True, screens)
 
     def stamp(self, steps: int) -> None:
-        """Have the threads write their clocks during the next call, of at most so many steps; 0: during none."""
+        """Make the threads store their clocks during the next call, of at most `steps` steps; 0 turns that off."""
         moments = 1 + steps * 2 * (self._stages + 2)
         # A row for each thread: how many it has written, the clocks, and two words for the clock itself.
         self._clocks = np.zeros((self._threads, moments + 3), np.int64) if steps else None
@@ -206,14 +205,14 @@ class Call:
         words[Word.CLOCKS], words[Word.MOMENTS] = _word(0 if clocks is None else clocks), moments
 
     def stamped(self) -> Stamps:
-        """The clocks of the last call."""
+        """Return the clocks of the last call."""
         assert self._clocks is not None
         moments = self._moments()
         count = int(self._clocks[0, 0])
         return Stamps(self._clocks[:, 1 : 1 + count].copy(), moments)
 
     def _moments(self) -> list[tuple[str, int | None]]:
-        """What a thread does before each clock that it writes in a step, behind the one at the begin, and the layer."""
+        """Return what a thread does before each clock of a step after the first clock, and in which layer."""
         words = self._words
         newest = words[Word.BEGIN] == Begin.NEWEST
         stages: list[tuple[str, int | None]] = [] if words[Word.BEGIN] == Begin.READY else [(EMBEDDING_STAGE, None)]
@@ -229,14 +228,14 @@ class Call:
         return [(m, layer) for stage, layer in stages for m in (stage, AWAITED.format(stage.partition(":")[0]))]
 
     def counted(self) -> Drafted:
-        """What came of drafts since the last time, and steps of the last call."""
+        """Return the counts of drafts since the last call of this, and the steps of the last call of the team."""
         found = self._counted.sum(axis=0).tolist()
         self._counted[:] = 0
         return Drafted(int(self._words[Word.PASSES]), *found)
 
     @property
     def price(self) -> float:
-        """Of a further row, as a share of a pass with one."""
+        """Cost of one more row, as a share of a pass with one row."""
         return float(self._price[0])
 
     @price.setter
@@ -245,7 +244,7 @@ class Call:
 
     @property
     def halts(self) -> bool:
-        """Whether it is to end behind the step that it is at."""
+        """Whether the call should end after the current step."""
         return bool(self._shared[SHARED.index(Word.HALT), 0])
 
     @halts.setter
@@ -270,7 +269,7 @@ class Call:
             firsts = np.arange(count + 1) if firsts is None else firsts
             self._lanes[:count] = self._sequences[:count] = slots
             self._firsts[: len(firsts)], self._lane_count = firsts, len(firsts) - 1
-            # With drafts every pass writes its own; tokens that are given are others every time.
+            # With drafts every pass writes its own slots; given tokens differ every time.
             self._rows = () if drafts or begin == Begin.GIVEN else slots
         words[Word.ROWS], words[Word.LANES] = count, self._lane_count
         words[Word.BEGIN], words[Word.FIRST], words[Word.LAST], words[Word.DRAFTS] = begin, first, last, drafts
@@ -283,7 +282,7 @@ class Call:
         return int(words.ctypes.data)
 
     def _tell_logprobs(self, slots: Slots, lanes: Sequence[int]) -> None:
-        """Where they go, which may be elsewhere than the last time."""
+        """Set the addresses of the logprob buffers, which may have been allocated anew."""
         words = self._words
         words[Word.LOGPROB] = 0
         if slots.needs(lanes).logprobs is None:
@@ -308,7 +307,7 @@ class Call:
         norm: str | None = None,
         more: Mapping[str, Tensor] | None = None,
     ) -> list[int]:
-        """`inputs`: as many as a row of x has, unless it is said."""
+        """Return the words of a product; `inputs` defaults to the width of x."""
         t, inputs = self._tensors, inputs or self.x.shape[1]
         matrix = t[f"{name}.weight"]
         units = -(-outputs // PANEL)
@@ -332,8 +331,8 @@ class Call:
 
 
 def _groups(slots: np.ndarray, positions: np.ndarray, most: int) -> np.ndarray:
-    """Rows at which groups begin that attend together, and the number of rows: tokens of one sequence, one behind the
-    other, at most so many."""
+    """Return the rows at which groups begin that attend together, and the number of rows. A group is at most `most`
+    consecutive tokens of one sequence."""
     rows = np.arange(len(slots))
     begins = np.ones(len(rows), bool)
     begins[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
@@ -342,7 +341,7 @@ def _groups(slots: np.ndarray, positions: np.ndarray, most: int) -> np.ndarray:
 
 
 def _told_of(screen: Screen | None) -> dict[str, Tensor]:
-    """Its codes and scales are in panels here."""
+    """Return the words of a screen. Requires: its codes and scales are in panels."""
     if screen is None:
         return {}
     return {"codes": screen.codes, "code_scales": screen.scale, "errors": screen.error, "norms": screen.norm}

@@ -33,14 +33,15 @@ from warpline.model.weights import Weights
 
 #: Bytes of weights below which a model is small.
 SMALL = 100_000_000
-#: What a further row of a pass may be taken to cost, as a share of the pass with one; and how often that is measured.
+#: Bounds on the assumed cost of one more row of a pass, as a share of the pass with one; and the number of
+#: measurements.
 LEAST_PRICE, MOST_PRICE, TRIALS = 0.05, 0.9, 5
-#: By how much a draft has to be likelier than it costs: chances are estimates, and a token's choice takes time as well.
+#: Factor by which a draft must be likelier than it costs: chances are estimates, and choosing its token takes time too.
 MARGIN = 1.5
 
 
 class CpuExecutor(Executor):
-    """One call for many tokens."""
+    """Decodes many tokens in one call."""
 
     name = "cpu"
     dtypes = tuple(WEIGHT_BYTES)
@@ -52,8 +53,8 @@ class CpuExecutor(Executor):
         if device.type != "cpu":
             raise DeviceError("the cpu executor runs on a CPU: use --device cpu, or another executor here")
         super().__init__(weights, device, dtype)
-        # What the host does, the team has to wait for. Steps of a small model take less than a millisecond, so that a
-        # stream of them can do with news every sixteen.
+        # The team waits for the host's work. A step of a small model takes less than a millisecond, so a report every
+        # sixteen steps is enough for streams.
         is_small = sum(tensor.nbytes for tensor in weights.tensors.values()) < SMALL
         self.chunk, self.most_steps, self.crowd = 16, 32, 0 if is_small else 4
         self.threads = threads or hardware.threads()
@@ -64,7 +65,7 @@ class CpuExecutor(Executor):
         self._head = weights.head
         self._tensors = panelled(weights.tensors, self._head)
         self._screen = None
-        if screened and dtype != "int8":  # whose weights are codes already
+        if screened and dtype != "int8":  # int8 weights are codes already
             found = Screen.of(weights.tensors[f"{self._head}.weight"])
             self._screen = replace(found, codes=in_panels(found.codes), scale=padded(found.scale))
         self._table: np.ndarray | None = None
@@ -74,7 +75,7 @@ class CpuExecutor(Executor):
 
     @classmethod
     def start_compiling(cls, config: ModelConfig, dtype: str) -> None:
-        """Compile, on another core."""
+        """Start compiling, on another core."""
         _program(config, dtype)
 
     def ready(self) -> None:
@@ -82,7 +83,7 @@ class CpuExecutor(Executor):
         self._program.function()
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """What holds for all sequences, before the first."""
+        """Apply options that hold for all sequences."""
         super().set_up(asked, model)
         if asked.speculate != "off":
             self.drafts = asked.speculative_tokens
@@ -93,7 +94,7 @@ class CpuExecutor(Executor):
 
     @torch.inference_mode()
     def _prefill(self, slots: Slots, spans: Sequence[Span]) -> None:
-        """The layers for every token; then the end of a decode step."""
+        """Run the layers for every token; then the end of a decode step."""
         call, ends = self._call(slots), [span for span in spans if span.lanes]
         x, attended = self._through_layers(call, spans)
         if ends:
@@ -104,8 +105,8 @@ class CpuExecutor(Executor):
             self._run(call, lambda: call.ready(slots, lanes, first=BEHIND_ATTENTION, screens=screens))
 
     def _through_layers(self, call: Call, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """Keys and values of the spans' tokens; of the last token of each span that names lanes, the rows that the last
-        layer's attention adds to and what it adds."""
+        """Store the keys and values of the spans' tokens. For the last token of each span that names lanes, return the
+        input rows of the last layer and the results of its attention."""
         slots = np.repeat([span.slot for span in spans], [span.end - span.start for span in spans])
         positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
         behind = np.cumsum([span.end - span.start for span in spans]) - 1
@@ -121,7 +122,7 @@ class CpuExecutor(Executor):
         return x, attended
 
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
-        """In one call, unless every step is watched."""
+        """Run all steps in one call, or each in its own if they are traced."""
         call, at_once = self._call(slots), n if self._mark is None else 1
         for _ in range(0, n, max(at_once, 1)):
             self._reached("decode")
@@ -131,26 +132,26 @@ class CpuExecutor(Executor):
                 break
 
     def halt(self, slots: Slots, wanted: bool) -> None:
-        """The team asks behind every step."""
+        """Set the word that the team reads after every step."""
         if (call := self._calls.get(slots)) is not None:
             call.halts = wanted
 
     def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
-        """The team looks before every step."""
+        """Always true: the team checks before every step."""
         return True
 
     def counted(self, slots: Slots) -> Drafted | None:
-        """Where there are drafts."""
+        """Return the counts of drafts, or None without drafts."""
         return self._call(slots).counted() if self.drafts else None
 
     def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
-        """Where nothing but the largest logit is asked for. Several rows in half precision would be no faster."""
+        """Whether only the largest logit is needed; several rows in half precision would be no faster with codes."""
         needs = slots.needs(lanes)
         asked = needs.logprobs is not None or needs.filters
         return self._screen is not None and not asked and (self.dtype == "fp32" or len(lanes) == 1)
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
-        """The logits; nothing else of a step is left afterwards."""
+        """Return the logits; nothing else of a step is left afterwards."""
         call = self._call(slots)
         self._run(call, lambda: call.newest(slots, lanes, 1, chooses=False))
         logits = call.logits[: len(lanes)].clone()
@@ -160,8 +161,8 @@ class CpuExecutor(Executor):
 
     @contextmanager
     def stamped(self, slots: Slots, steps: int = 1) -> Iterator[list[Stamps]]:
-        """While this is open, threads write their clocks in every call, of at most so many steps; each call's are added
-        to the list."""
+        """While this is open, threads store their clocks in every call of at most `steps` steps. Yields a list to which
+        the clocks of each call are added."""
         self._call(slots)
         self._stamps, self._stamped_steps = [], steps
         try:
@@ -170,7 +171,7 @@ class CpuExecutor(Executor):
             self._stamps = None
 
     def _run(self, call: Call, told: Callable[[], int]) -> None:
-        """Have the team do what it is told, at the address that `told` gives: it meets for one thing at a time."""
+        """Run the team on the words whose address `told` returns. The lock admits one call at a time."""
         with self._alone:
             if self._stamps is not None:
                 call.stamp(self._stamped_steps)
@@ -192,7 +193,7 @@ class CpuExecutor(Executor):
         return call
 
     def _measured_price(self, call: Call, slots: Slots) -> float:
-        """Of a further row, in a slot that nothing uses. Drafts that are not likelier than this are not run."""
+        """Measure the cost of one more row, in the parking slot. Drafts that are less likely than this are not run."""
         rows, taken = min(self.drafts, slots.capacity - 1), dict[int, float]()
         for _ in range(TRIALS):
             for count in (1, 1 + rows):

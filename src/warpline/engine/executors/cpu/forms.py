@@ -1,4 +1,4 @@
-"""Parameters as compiled code reads them: matrices in panels (kernels/cpu/panels.py), vectors in float32."""
+"""Parameters as the compiled code reads them: matrices in panels (kernels/cpu/panels.py), vectors in float32."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _POSITIONS = "wpe.weight"
 
 
 def in_panels(matrix: Tensor) -> Tensor:
-    """[panel, input, output], or of codes [panel, inputs / QUAD, output, QUAD], with zeros where a panel has no output
-    or a quad no input."""
+    """Return a matrix as [panel, input, output], or int8 codes as [panel, inputs / QUAD, output, QUAD], padded with
+    zeros."""
     outputs, inputs = matrix.shape
     quad = QUAD if matrix.dtype == torch.int8 else 1
     panels, quads = -(-outputs // PANEL), -(-inputs // quad)
@@ -28,12 +28,12 @@ def in_panels(matrix: Tensor) -> Tensor:
 
 
 def padded(vector: Tensor) -> Tensor:
-    """In float32, up to a whole panel."""
+    """Return the vector in float32, padded to whole panels."""
     return F.pad(vector.float(), (0, -len(vector) % PANEL)).contiguous()
 
 
 def panelled(tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
-    """A model's parameters. An LM head in floating point, and embeddings, stay as they are."""
+    """Return a model's parameters; an LM head in floating point, and embeddings, are not rearranged."""
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if name == _POSITIONS:

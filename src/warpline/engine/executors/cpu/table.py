@@ -1,7 +1,7 @@
 """The table of n-grams that drafts come from, as a file: what followed two to four tokens in a model's own texts.
 
-Compiled code reads and fills it (kernels/cpu/draft.py). It has one size, so it never grows; what it says makes drafts
-right or wrong and no text different.
+Compiled code reads and fills it (kernels/cpu/draft.py). Its size is fixed, so it never grows. Its contents decide which
+drafts are tried, and never change the text.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from warpline.hardware import cache_dir
 
 logger = logging.getLogger(__name__)
 
-#: Entries of 8 bytes.
+#: Number of entries, 8 bytes each.
 ENTRIES = 1 << 17
-#: Says what a file is, and how its entries are to be read; then a checksum.
+#: Identifies the file and the format of its entries; length of the checksum that follows.
 _MAGIC, _CHECK = b"warpline ngram 1", 16
 
 
 def path_of(model: str, config: ModelConfig) -> Path:
-    """Where the table of a model is kept."""
+    """Return the path of a model's table."""
     name = hashlib.blake2b(f"{model}\n{config}".encode(), digest_size=8).hexdigest()
     return cache_dir() / "ngrams" / f"{name}.bin"
 
 
 def load(path: Path) -> np.ndarray:
-    """The table in a file, or an empty one."""
+    """Return the table in a file, or an empty one."""
     empty = np.zeros(ENTRIES, np.int64)
     try:
         content = path.read_bytes()
@@ -49,7 +49,7 @@ def load(path: Path) -> np.ndarray:
 
 
 def save(path: Path, table: np.ndarray) -> None:
-    """Written beside its place and renamed: of processes that save at the same time the last one counts."""
+    """Write the table to a temporary file and rename it: of processes that save at the same time, the last one wins."""
     data, partial = table.tobytes(), path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

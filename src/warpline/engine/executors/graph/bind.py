@@ -1,4 +1,4 @@
-"""An op of the catalog on given memory, as something to call: its kernel on a GPU, its reference in torch elsewhere."""
+"""Binds an op of the catalog to memory: the result launches its kernel on a GPU, or runs its reference elsewhere."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from warpline.kernels.compile import compile_many
 from warpline.kernels.spec import KernelSpec
 from warpline.kernels.torch_ops import as_floats
 
-#: Rows up to which our product is the faster one where a library has it too. On an H200 a layer's four products of 64
-#: rows took 19.1 µs and the library's 22.1, of 256 rows 32.3 and 24.3; of 128 rows about the same.
+#: Most rows for which our product is used where a library has it too. On an H200 a layer's four products of 64 rows
+#: took 19.1 µs, the library's 22.1; of 256 rows 32.3 and 24.3; of 128 rows about the same.
 MOST_OWN_ROWS = 128
-#: And outputs: the library reads GPT-2's LM head in 26 µs for 64 rows, our product in 31.
+#: Most outputs for the same: the library reads GPT-2's LM head in 26 µs for 64 rows, our product in 31.
 MOST_OWN_OUTPUTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """An op, its memory and its numbers."""
+    """An op with its memory and its numbers."""
 
     spec: KernelSpec
     inputs: Sequence[Tensor]
@@ -34,13 +34,14 @@ class Bound:
 
 
 def blocks_at_once(cluster: int, multiprocessors: int) -> int:
-    """Blocks that run at the same time, one to an SM. Clusters of more than two leave up to a seventh of those idle."""
+    """Return how many blocks run at the same time, one per SM. Clusters of more than two leave up to a seventh of them
+    idle."""
     return multiprocessors if cluster <= 2 else multiprocessors * 6 // 7
 
 
 def suits(spec: KernelSpec, device: torch.device, kind: torch.dtype, dims: Dims, *, invariant: bool) -> bool:
-    """Whether the op exists on the GPU in this dtype, with no more blocks than run at once; or, where that may not
-    decide, whether it exists."""
+    """Whether the op exists on the GPU in this dtype, with no more blocks than run at once. Invariant: whether it
+    exists, because the number of blocks must not decide."""
     if device.type != "cuda":
         return False
     dtype, arch = launch.DTYPES[kind], launch.arch_of(device.index)
@@ -54,22 +55,22 @@ def suits(spec: KernelSpec, device: torch.device, kind: torch.dtype, dims: Dims,
     return shape.grid <= blocks_at_once(shape.cluster, room)
 
 
-#: Held while something is compiled, bound or captured: threads that do the same wait, and find it done.
+#: Held while something is compiled, bound or captured; other threads with the same work wait, and find it done.
 PREPARING = threading.RLock()
 
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where graphs are captured, one for each GPU: a library keeps working memory for every stream that it has seen."""
+    """Return the stream for captures, one per GPU: a library keeps working memory for every stream that it has seen."""
     return torch.cuda.Stream(device)
 
 
 def captured(steps: Sequence[Callable[[], object]], device: torch.device) -> torch.cuda.CUDAGraph:
-    """The steps as a graph. They are not run, and nothing of theirs may have to be loaded any more. What other threads
-    do meanwhile is theirs: the capture is this thread's alone, and the device is not waited for."""
+    """Capture the steps as a graph, without running them. Requires: all that they launch is loaded. The capture belongs
+    to this thread alone; other threads go on, and the device is not synchronised."""
     graph = torch.cuda.CUDAGraph()
     with PREPARING, torch.cuda.stream(capture_stream(device)):
-        torch.cuda.current_blas_handle()  # a thread's first one takes memory, which a capture forbids
+        torch.cuda.current_blas_handle()  # a thread's first one allocates, which a capture forbids
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for step in steps:
@@ -80,9 +81,10 @@ def captured(steps: Sequence[Callable[[], object]], device: torch.device) -> tor
 
 
 def bind(ops: Sequence[Bound], *, overlapping: bool = False, invariant: bool = False) -> list[Callable[[], None]]:
-    """What to call for each; kernels are compiled on all cores and loaded. Overlapping kernels begin before the one
-    ahead has ended, where the GPU can, and wait only when they need its results. Invariant ones are ours, with tunables
-    for which the bits of a row do not depend on the rows beside it."""
+    """Return a function to call for each op; kernels are compiled on all cores and loaded.
+
+    Overlapping kernels begin before the preceding one has ended, where the GPU can, and wait only before they use its
+    results. Invariant ones are our kernels, with tunables for which a row's bits do not depend on the other rows."""
     with PREPARING:
         ahead = [None, *(op.spec for op in ops[:-1])]
         made = [

@@ -14,7 +14,7 @@ from warpline.engine.slots import Slots
 from warpline.errors import DeviceError
 from warpline.model.weights import Weights
 
-#: Steps of more lanes than the last of these have a multiple of it; a number between two runs as the larger.
+#: Numbers of lanes that steps are captured for; other numbers are rounded up, beyond the last to a multiple of it.
 LANES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -35,7 +35,7 @@ class GraphExecutor(KernelsExecutor):
 
     @torch.inference_mode()
     def prepare_all(self, slots: Slots, *, beyond: int = 0) -> None:
-        """Steps of more than `beyond` lanes, for contexts of every length; and passes over prompts."""
+        """Capture steps of more than `beyond` lanes, for contexts of every length; and passes over prompts."""
         sizes = sorted({self._rows(lanes) for lanes in range(beyond + 1, slots.count + 1)})
         for rows in sizes:
             table = slots.crossing.select([], rows)
@@ -45,11 +45,11 @@ class GraphExecutor(KernelsExecutor):
         self.prompts.prepare_all(slots)
 
     def _prepare(self, steps: list[OpCall], named: dict[str, Tensor]) -> Callable[[], object]:
-        """Captured without a trial, which would change the slots; all kernels are loaded by then."""
+        """Capture a step without a trial run, which would change the slots. Requires: all kernels are loaded."""
         launches = super()._prepare(steps, named)
         graph = captured([launches], self.device)
 
-        def replay(_kept: Callable[[], object] = launches) -> None:  # its memory is the graph's
+        def replay(_kept: Callable[[], object] = launches) -> None:  # keeps the memory of the graph alive
             graph.replay()
 
         return replay

@@ -1,4 +1,4 @@
-"""Parameters in other forms than a checkpoint's, made when they are first needed and kept with the weights."""
+"""Parameters in other layouts than a checkpoint's, made when they are first needed and kept with the weights."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from warpline.kernels.catalog.group import in_tiles
 from warpline.model.parameters import CONV1D
 from warpline.model.weights import Weights
 
-#: Behind the name of a module whose int8 weights are there as plain numbers, as long as nothing else is.
+#: Suffix of a module's name for its expanded int8 weights, valid until the next matrix is expanded.
 EXPANDED = ".expanded"
-#: Where a library computes the logits it gets a vocabulary of a multiple of these: 256 rows take it 38 µs with 50,304
-#: tokens and 212 with GPT-2's 50,257 (H200).
+#: A library computes logits for a vocabulary padded to a multiple of these: 256 rows take 38 µs with 50,304 tokens and
+#: 212 with GPT-2's 50,257 (H200).
 VOCAB_STEP = 64
 
 
 def padding(vocab: int) -> int:
-    """Tokens that a padded head has more."""
+    """Return the number of rows that padding adds to the head."""
     return -vocab % VOCAB_STEP
 
 
 def padded_head(weights: Weights) -> dict[str, Tensor]:
-    """The LM head with a round number of rows; a bias of -inf makes sure that the new ones are never chosen. Of int8
-    weights it is where they are expanded to."""
+    """Return the LM head padded with rows; a bias of -inf ensures that these are never chosen. With int8 weights it is
+    the memory into which they are expanded."""
 
     def make() -> dict[str, Tensor]:
         head = weights.tensors[f"{weights.head}.weight"]
@@ -39,14 +39,14 @@ def padded_head(weights: Weights) -> dict[str, Tensor]:
 
 
 def expanded(weights: Weights) -> dict[str, Tensor]:
-    """Of int8 weights the blocks' matrices as plain numbers, by their modules: all in the same memory, which holds the
-    one that was expanded last."""
+    """Return the memory for the layers' matrices expanded from int8, by module. All share the same memory, which holds
+    the matrix that was expanded last."""
     names = [name for name in weights.tensors if name.startswith("h.") and name.endswith(CONV1D)]
     return {name.removesuffix(".weight") + EXPANDED: _numbers(weights, *weights.tensors[name].shape) for name in names}
 
 
 def _numbers(weights: Weights, rows: int, columns: int) -> Tensor:
-    """A matrix in the memory that all of them share. It is zero at first, so that no padding is NaN."""
+    """Return a matrix in the shared memory. It is zeroed once, so that padding is not NaN."""
 
     def make() -> dict[str, Tensor]:
         width, inner, vocab = weights.config.n_embd, weights.config.inner, weights.config.vocab_size
@@ -56,9 +56,11 @@ def _numbers(weights: Weights, rows: int, columns: int) -> Tensor:
 
 
 def group_products(weights: Weights) -> dict[str, Tensor]:
-    """The blocks' products in tiles. Those that follow a LayerNorm have its weight and bias in theirs: LayerNorm(x) W^T
-    + b is standardised(x) weight^T + bias. Beside them the sums of each output's weights, by which x may be
-    standardised after the product: (x - mean) weight^T = x weight^T - mean sums."""
+    """Return the layers' products in tiles.
+
+    Those that follow a LayerNorm include its weight and bias: LayerNorm(x) W^T + b is standardised(x) weight^T + bias.
+    The sums of each output's weights allow to standardise after the product: (x - mean) weight^T = x weight^T - mean
+    sums."""
 
     def make() -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -82,5 +84,5 @@ def group_products(weights: Weights) -> dict[str, Tensor]:
 
 
 def standard_name(norm: str, product: str) -> str:
-    """Of a product with its LayerNorm."""
+    """Return the name of a product with its LayerNorm folded in."""
     return f"{norm}+{product}"

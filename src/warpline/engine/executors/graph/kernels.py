@@ -1,6 +1,6 @@
-"""The kernels executor: a decode step op by op, as the schedule has it; the graph executor replays it as one graph.
+"""The kernels executor: a decode step op by op, as the schedule lists them; the graph executor replays it as one graph.
 
-Without a GPU the ops' references run in their place: slow, and the same table.
+Without a GPU the ops' references run instead: slow, from the same table.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from warpline.engine.slots import Slots
 from warpline.kernels.catalog.products import MOST_MATVEC_ROWS
 from warpline.model.weights import Weights
 
-#: Steps are bound for contexts of up to so many positions, of a few lanes and of more, or for all that a slot has:
-#: attention is cut into parts, and blocks are made larger, as the context's length has it.
+#: Context lengths that steps are bound for, with few lanes and with more, besides the whole capacity: the length
+#: decides how attention is split and how large its blocks are.
 POSITIONS_OF_FEW, POSITIONS_OF_MANY = (128, 256, 512), (128, 256)
 
 
 def rounded_positions(lanes: int, longest: int, capacity: int) -> int:
-    """What a step of so many lanes is bound for, where no sequence gets longer."""
+    """Return the context length that a step of so many lanes is bound for; no sequence gets longer than `longest`."""
     choices = POSITIONS_OF_FEW if lanes <= MOST_MATVEC_ROWS else POSITIONS_OF_MANY
     return min(next((n for n in choices if n >= longest), capacity), capacity)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundOp:
-    """A decode step on memory."""
+    """A decode step bound to memory."""
 
     run: Callable[[], object]
     logits: Tensor
@@ -65,16 +65,16 @@ class KernelsExecutor(Executor):
     def __init__(self, weights: Weights, device: torch.device, dtype: str):
         super().__init__(weights, device, dtype)
         self.chunk, self.most_steps = (8, 64) if device.type == "cuda" else (1, 1)
-        self.cached = weights.activations  # as the ops have it
+        self.cached = weights.activations  # the dtype that the ops read
         self._rules = PassRules(weights)
         self.prompts = Prompts(self._rules)
         self._bound: WeakKeyDictionary[Slots, dict[tuple[int, End, int], BoundOp]] = WeakKeyDictionary()
-        #: Of steps by their rows, which follow one another and share it.
+        #: Buffers of steps by number of rows; steps run one after another, so they share them.
         self._memory: WeakKeyDictionary[Slots, dict[int, dict[str, Tensor]]] = WeakKeyDictionary()
         self._last: list[OpCall] | None = None
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """Passes over a cache of codes, or whose rows have the same bits in any company, if that is asked for."""
+        """Choose passes for a cache of codes, or with bits that do not depend on the batch, if asked for."""
         super().set_up(asked, model)
         if self.invariant or self.kv_dtype is not None:
             self._rules = replace(self._rules, invariant=self.invariant, kv_codes=self.kv_dtype is not None)
@@ -101,14 +101,14 @@ class KernelsExecutor(Executor):
 
     @torch.inference_mode()
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
-        """Every op has its own output, so all of them are still there."""
+        """Decode a step in which every op has its own output, and return these."""
         named = buffers(self._rules, slots, slots.crossing.select(lanes, len(lanes)))
         self._prepare(decode_step(self._rules, len(lanes), End.DRAWN), named)()
         named["logits"] = named["logits"][:, : self.config.vocab_size]
         return {name: named[name].clone() for name in order(self.config.n_layer)}
 
     def table(self, phase: str) -> list[OpCall] | None:
-        """Of the last pass."""
+        """Return the ops of the last pass."""
         return self.prompts.table if phase == "prefill" else self._last
 
     def _step(self, slots: Slots, table: Tensor, end: End, positions: int) -> BoundOp:
@@ -124,7 +124,7 @@ class KernelsExecutor(Executor):
         return found
 
     def _rows(self, lanes: int) -> int:
-        """How many rows a step computes for so many lanes: as many, at least."""
+        """Return the rows that a step computes for so many lanes: at least as many."""
         return lanes
 
     def _prepare(self, steps: list[OpCall], named: dict[str, Tensor]) -> Callable[[], object]:

@@ -1,8 +1,8 @@
-"""Prompts: a library's products where they are many rows, our kernels for the rest, captured as graphs by size.
+"""Passes over prompts: a library's products where rows are many, our kernels for the rest, captured as graphs by size.
 
-A pass is over packed rows: the tokens of any number of prompts, or of parts of them, one behind the other. Tables say
-which slot and position each row is, and which rows go on behind the last attention to a first token. It is the blocks
-of `schedule` with FlashAttention that reads what is in the cache already and puts the new keys and values there.
+A pass runs packed rows: the tokens of any number of prompts, or of parts of them, concatenated. Tables map each row to
+its slot and position, and name the rows that go on after the last attention to a first token. It consists of the layers
+of `schedule` with FlashAttention, which reads cached keys and values and stores the new ones.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ from warpline.model.weights import Weights
 
 Launch = Callable[[], object]
 
-#: Passes have as many rows as the next of these; behind them, four steps to a doubling.
+#: Numbers of rows that passes are made for; beyond them, four steps per doubling.
 ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
-#: And as many sequences as the next of these; behind them, multiples of the last. They are few, because only the last
-#: block and the head compute rows that nothing needs, and every pair of both numbers is bound and captured by itself.
+#: Numbers of sequences that passes are made for; beyond them, multiples of the last. They are few, because the surplus
+#: costs only rows of the last layer and the head, and each pair of both numbers is bound and captured separately.
 SEQUENCES = (1, 8, 64)
-#: Rows up to which passes are prepared ahead, by the number of sequences.
+#: Most rows of the passes that are prepared ahead, by the number of sequences.
 PREPARED_ROWS = {1: 1024, 8: 2048, 64: 8192}
-#: Passes share memory with others of up to twice their rows, and all that have fewer rows than this: some 20 KB a row
-#: for gpt2.
+#: Passes share memory with others of up to twice their rows, and all with fewer rows than this: some 20 KB per row for
+#: gpt2.
 LEAST_SHARED = 1024
-#: Launches in a pass's first graph, and how much larger each graph is than the one before. A graph whose kernels
-#: overlap begins when the host has gone through all of them, 1 µs each (H200); meanwhile the one before runs, 4 each.
+#: Launches in a pass's first graph, and the growth factor of the next ones. A graph whose kernels overlap begins when
+#: the host has enqueued all of them, 1 µs each (H200); meanwhile the graph before runs, 4 µs each.
 FIRST_PART, GROWTH = 8, 4
-#: Rows and positions, to be sliced.
+#: Positions, to be sliced.
 _POSITIONS = np.arange(1 << 17)
 
 
 def rounded_rows(rows: int) -> int:
-    """Rows of the pass that runs so many."""
+    """Return the rows of the pass that runs `rows` rows."""
     if rows <= ROWS[-1]:
         return ROWS[bisect_left(ROWS, rows)]
     step = 1 << ((rows - 1).bit_length() - 3)
@@ -73,12 +73,12 @@ def rounded_rows(rows: int) -> int:
 
 
 def rounded_sequences(count: int) -> int:
-    """Sequences of the pass that runs so many."""
+    """Return the sequences of the pass that runs `count` sequences."""
     return next((n for n in SEQUENCES if n >= count), -(-count // SEQUENCES[-1]) * SEQUENCES[-1])
 
 
 class Prompts:
-    """The passes over prompts, for every executor of ours."""
+    """The passes over prompts, for all executors that use our kernels."""
 
     def __init__(self, rules: PassRules):
         activation = rules.weights.config.activation_function
@@ -87,11 +87,12 @@ class Prompts:
         self.rules = rules
         self._passes: WeakKeyDictionary[Slots, dict[tuple[int, int, End], Pass]] = WeakKeyDictionary()
         self._memory: WeakKeyDictionary[Slots, _Memory] = WeakKeyDictionary()
-        #: Of the last pass, its ops.
+        #: The ops of the last pass.
         self.table: list[OpCall] | None = None
 
     def run(self, slots: Slots, spans: Sequence[Span]) -> None:
-        """As `Executor._prefill` describes it. Prompts that go on later have no end, and a pass of their own."""
+        """Run spans as `Executor._prefill` describes it. Prompts that continue later have no end and run in a pass of
+        their own."""
         ending = [span for span in spans if span.lanes]
         if len(ending) < len(spans):
             self._run(slots, [span for span in spans if not span.lanes])
@@ -115,7 +116,7 @@ class Prompts:
             note_logprobs(slots, lanes, found.logits[: len(lanes)], done)
 
     def prepare_all(self, slots: Slots) -> None:
-        """Passes over one prompt, and over several."""
+        """Capture passes over one prompt, and over several."""
         for count, most in PREPARED_ROWS.items():
             if count > rounded_sequences(slots.count):
                 break
@@ -135,7 +136,7 @@ class Prompts:
 
 
 def growing(launches: Sequence[Launch]) -> list[Sequence[Launch]]:
-    """The launches in parts, each some times as long as the one before."""
+    """Split the launches into parts, each GROWTH times as long as the one before."""
     parts, size = [], FIRST_PART
     while len(launches) > 2 * size:
         parts.append(launches[:size])
@@ -166,7 +167,7 @@ class Pass:
             return [stored, attend] if rules.kv_codes else [attend]
 
         embedded = ("tokens", "row_slots", "row_positions", *rules.matrix("wte"), "wpe.weight")
-        #: Its ops.
+        #: The ops of the pass.
         self.steps = [
             OpCall(f"prompt_embedding{rules.coded}", embedded, ("all.in",)),
             *blocks(rules, rows, attention, last_rows=0 if end is End.NOTHING else count),
@@ -178,7 +179,7 @@ class Pass:
         self._replays: list[Launch] = []
 
     def _tables(self, rows: int, count: int, progress: Progress) -> None:
-        """What differs from run to run, in one block of memory: one copy brings it all."""
+        """Allocate what differs from run to run in one block of memory, so that one copy brings all of it."""
         tiles = rows // self._queries + count
         ends = np.cumsum([2 * rows, 2 * rows, 2 * count, 2 * count, 8 * tiles]).tolist()  # in int32
         block = torch.zeros(ends[-1], dtype=torch.int32, device=self._device)
@@ -191,7 +192,7 @@ class Pass:
         self._here = [array[part].view(np.int64) for part in parts[:4]], array[parts[4]].reshape(tiles, ENTRY)
 
     def fill(self, spans: Sequence[Span], ending: Sequence[int], parking: int) -> None:
-        """Say what the next run is over, and which slots get a token. The GPU waits for this."""
+        """Set what the next run computes, and the slots that get a token. The GPU waits for this: keep it short."""
         self._table.wait()
         (row_slots, _, _, lanes), tiles = self._here
         rows, found = self._fill_one(spans[0]) if len(spans) == 1 else self._fill_many(spans)
@@ -200,7 +201,8 @@ class Pass:
         tiles[found:] = 0
 
     def _fill_one(self, span: Span) -> tuple[int, int]:
-        """Rows and tiles. Most passes are over one prompt, and arrays of one element are slow."""
+        """Fill the tables for one span; return rows and tiles. Most passes have one, and arrays of one element are
+        slow."""
         (row_slots, row_positions, last, _), tiles = self._here
         slot, start, end, lanes = span
         rows = end - start
@@ -225,8 +227,8 @@ class Pass:
         return rows, len(found)
 
     def run(self) -> None:
-        """Kernel by kernel the first time, captured the second: a size that does not come again should not wait for a
-        capture. A replay needs nothing but to be launched: the GPU waits for the first."""
+        """Launch kernel by kernel the first time, capture the second, then replay. A size that does not come again
+        should not wait for a capture."""
         if not self._replays:
             self._begin()
         for replay in self._replays:
@@ -243,25 +245,25 @@ class Pass:
             call()
 
     def capture(self) -> None:
-        """Have it ready for replay."""
+        """Capture the pass, unless it has been."""
         if not self._replays:
             self._replays = [captured(part, self._device).replay for part in growing(self._launches)]
 
 
 @functools.lru_cache(maxsize=2048)
 def _tiles_of(rows: int, queries: int) -> np.ndarray:
-    """The table of one sequence, but for its slot and where it starts."""
+    """Return the tiles of one sequence; slot and start are filled in later."""
     none = np.zeros(1, np.int64)
     return prompt_tiles(none, none, none, none + rows, queries)
 
 
 def _attention(rules: PassRules) -> str:
-    """The op that attends."""
+    """Return the name of the attention op."""
     return "prompt_attention_int8" if rules.kv_codes else "prompt_attention"
 
 
 def _tile_queries(rules: PassRules, slots: Slots, rows: int) -> int:
-    """Queries of a block of attention, which its table is made for."""
+    """Return the queries per block of attention, which the table of tiles depends on."""
     weights, config, spec = rules.weights, rules.weights.config, find(_attention(rules))
     if weights.device.type != "cuda":
         return 64
@@ -272,14 +274,14 @@ def _tile_queries(rules: PassRules, slots: Slots, rows: int) -> int:
 
 
 class _Memory:
-    """What passes over the prompts of some slots compute with. They follow one another, so they share it."""
+    """Memory of the passes over prompts of some slots, shared because the passes run one after another."""
 
     def __init__(self) -> None:
         self._rooms: dict[int, dict[str, Tensor]] = {}  # by rows
         self._ends: dict[int, dict[str, Tensor]] = {}  # by sequences
 
     def of_rows(self, rules: PassRules, slots: Slots, rows: int) -> dict[str, Tensor]:
-        """Memory for every name that a pass mentions; all layers share what lies between."""
+        """Return memory for every name in a pass; all layers share the intermediate buffers."""
         config = rules.weights.config
         room = {name: tensor[:rows] for name, tensor in self._room(rules.weights, rows).items()}
         x, middle, qkv, hidden, attention = (room[name] for name in ("in", "middle", "qkv", "hidden", "attention"))
@@ -300,12 +302,12 @@ class _Memory:
         if size not in self._rooms:
             columns = {"in": width, "middle": width, "qkv": 3 * width, "hidden": weights.config.inner}
             columns |= dict.fromkeys(("attention", "normal", "product"), width)
-            # Products read the rows that a pass has no tokens for.
+            # Products also read the rows without a token.
             self._rooms[size] = {name: weights.room(size, count).zero_() for name, count in columns.items()}
         return self._rooms[size]
 
     def of_ends(self, rules: PassRules, slots: Slots, count: int) -> dict[str, Tensor]:
-        """Memory for every name from the last block's attention on, where one row of each sequence is left."""
+        """Return memory for every name after the last attention, where one row of each sequence is left."""
         if count not in self._ends:
             config, room = rules.weights.config, rules.weights.room
             names = ("attention", "in", "middle", "out", "out.normal")

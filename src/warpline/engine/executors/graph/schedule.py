@@ -1,7 +1,7 @@
 """A pass as a table: which op of the catalog reads and writes which buffer.
 
-The table can be run kernel by kernel, as a CUDA graph, or, where there is no GPU, by each op's reference in torch, so
-that it is tested on any machine. Buffers go by name; parameters have their checkpoint names.
+The table can be run kernel by kernel, as a CUDA graph, or without a GPU by each op's reference in torch, so it can be
+tested on any machine. Buffers have names; parameters have their checkpoint names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from warpline.kernels.spec import KernelSpec
 from warpline.model.quantise import SCALE
 from warpline.model.weights import Weights
 
-#: What `sample` and `append_token` read of slots, in their order; together, what any step needs of them.
+#: Fields of slots that `sample` and `append_token` read, in argument order; together, all that a step needs of them.
 SAMPLED_BY = (
     "tokens", "length", "noise", "temperature", "top_k", "top_p", "min_p", "penalty", "min_length", "stops_at_eos",
     "biased", "bias",
@@ -39,25 +39,25 @@ ENDED_BY = (
     "bias", "counts",
 )  # fmt: skip
 STATE = (*dict.fromkeys(SAMPLED_BY + ENDED_BY),)
-#: What a layer has of the KV cache, in the order of `KVCache.tensors`: as ops of attention take it.
+#: Tensors of a layer's KV cache, in the order of `KVCache.tensors` and of the attention ops' arguments.
 CACHE, CODED_CACHE = ("cache_k", "cache_v"), ("cache_k", "cache_v", "cache_scales")
 
 
 class Regime(Enum):
-    """How the products of some rows are done."""
+    """How the products of a pass are computed."""
 
     FEW = auto()  # rows stay in registers: LayerNorm, product and residual are one op
-    WHOLE = auto()  # the GPU multiplies all at once: LayerNorm and residual are part of the product
-    #: Products alone, ours or a library's, with LayerNorm and residual between them; int8 weights are expanded first.
+    WHOLE = auto()  # one product of all rows includes LayerNorm and residual
+    #: Plain products, ours or a library's, with LayerNorm and residual between them; int8 weights are expanded first.
     MANY = auto()
 
 
 class End(Enum):
     """What a pass ends with."""
 
-    NOTHING = auto()  # keys and values are all that is wanted
+    NOTHING = auto()  # only keys and values are wanted
     LIKELIEST = auto()  # the likeliest token is appended
-    DRAWN = auto()  # what is drawn as each sequence's sampling parameters have it is appended
+    DRAWN = auto()  # a token is drawn with each sequence's sampling parameters and appended
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class PassRules:
-    """What decides which ops a pass of so many rows is made of: the model, whether the bits of a row may depend on the
-    rows beside it, and whether the KV cache holds codes."""
+    """What decides the ops of a pass: the model, whether the bits of a row must be independent of the other rows
+    (`invariant`), and whether the KV cache holds codes."""
 
     weights: Weights
     invariant: bool = False
@@ -87,19 +87,19 @@ class PassRules:
 
     @property
     def coded(self) -> str:
-        """What the names of ops end in that read matrices as they are kept."""
+        """Suffix of the names of ops that read matrices as they are stored."""
         return CODED if self.weights.is_quantised else ""
 
     def matrix(self, module: str) -> tuple[str, ...]:
-        """The names of what an op reads of a module's matrix: itself, or codes and scales."""
+        """Return the names of the buffers of a module's matrix: the matrix, or codes and scales."""
         name = f"{module}.weight"
         return (name, name + SCALE) if self.weights.is_quantised else (name,)
 
     def regime(self, rows: int) -> Regime:
-        """How products of so many rows are done. Where bits may not depend on that number, it is the same for all."""
+        """Return how products of so many rows are computed. Invariant: the same for every number of rows."""
         if rows <= MOST_MATVEC_ROWS and not self.invariant:
             return Regime.FEW
-        if self.weights.is_quantised:  # the others read a second copy of all matrices, which are plain numbers there
+        if self.weights.is_quantised:  # the others would need a second, plain copy of all matrices
             return Regime.MANY
         weights = self.weights
         width, inner = weights.config.n_embd, weights.config.inner
@@ -121,21 +121,21 @@ class PassRules:
         return Regime.WHOLE if whole else Regime.MANY
 
     def end(self, rows: int, *, likeliest: bool) -> End:
-        """How a step of so many sequences ends. Only few rows have a short cut to the likeliest token; beyond that a
-        step is the same whatever the sequences ask for, so that one which joins changes nothing."""
+        """Return how a step of so many sequences ends. Only few rows have a shortcut to the likeliest token; beyond
+        that the step does not depend on what sequences ask for, so one that joins changes nothing."""
         return End.LIKELIEST if likeliest and self.regime(rows) is Regime.FEW else End.DRAWN
 
 
 class _Blocks:
-    """The ops of blocks over `rows` rows. With x go its LayerNorm, x.normal, or x.statistics, where the product behind
-    it needs them; the op before it leaves them."""
+    """The ops of layers over `rows` rows. Rows x come with their LayerNorm x.normal or with x.statistics, where the
+    next product needs these; the op before it writes them."""
 
     def __init__(self, rules: PassRules, rows: int):
         self._regime, self._rules = rules.regime(rows), rules
         self._epsilon = {"epsilon": rules.weights.config.layer_norm_epsilon}
 
     def begin(self, x: str, norm: str, layer: int) -> list[OpCall]:
-        """What a product leaves with the rows that it writes, for rows that come from elsewhere."""
+        """Return the op that makes x.normal or x.statistics, for rows that no product wrote."""
         if self._regime is Regime.FEW:
             return []
         if self._regime is Regime.WHOLE:
@@ -143,12 +143,13 @@ class _Blocks:
         return [OpCall("layernorm", (x, *_affine(norm)), (f"{x}.normal",), self._epsilon, layer)]
 
     def _product(self, op: str, x: str, name: str, target: str, layer: int) -> list[OpCall]:
-        """A product alone, of plain numbers."""
+        """Return a plain product, after the expansion of int8 weights."""
         before, weight = as_numbers(self._rules, name, f"{name}{EXPANDED}", layer)
         return [*before, OpCall(op, (x, weight, f"{name}.bias"), (target,), layer=layer)]
 
     def normal(self, x: str, norm: str, name: str, target: str, layer: int, activation: str = "") -> list[OpCall]:
-        """LayerNorm and a product of it: one op, or, for many rows, the LayerNorm is there already."""
+        """Return a LayerNorm and a product: one op, or with many rows only the product, because the LayerNorm is there
+        already."""
         if self._regime is Regime.FEW:
             op = f"layernorm_matvec_bias{activation}{self._rules.coded}"
             inputs = (x, *_affine(norm), *self._rules.matrix(name), f"{name}.bias")
@@ -160,7 +161,8 @@ class _Blocks:
         return self._product(f"matmul_bias{activation}", f"{x}.normal", name, target, layer)
 
     def residual(self, source: str, name: str, residual: str, target: str, norm: str, layer: int) -> list[OpCall]:
-        """A product and the residual: one op, or, for many rows, a second one does the next LayerNorm as well."""
+        """Return a product and the residual: one op, or with many rows a second op that does the next LayerNorm as
+        well."""
         if self._regime is Regime.FEW:
             inputs = (source, *self._rules.matrix(name), f"{name}.bias", residual)
             return [OpCall(f"matvec_bias_residual{self._rules.coded}", inputs, (target,), layer=layer)]
@@ -175,7 +177,8 @@ class _Blocks:
         ]
 
     def behind_attention(self, place: str, target: str, following: str, layer: int) -> list[OpCall]:
-        """The rest of a block, from {place}.attention and {place}.in to `target`, whose LayerNorm is `following`."""
+        """Return the rest of a layer, from {place}.attention and {place}.in to `target`; `following` is the next
+        LayerNorm."""
         h = f"h.{layer}"
         middle, hidden = f"{place}.middle", f"{place}.hidden"
         return [
@@ -186,7 +189,8 @@ class _Blocks:
 
 
 def as_numbers(rules: PassRules, module: str, room: str, layer: int | None = None) -> tuple[list[OpCall], str]:
-    """The name of a module's matrix as plain numbers; of int8 weights behind an op that expands them into `room`."""
+    """Return the ops that expand a module's int8 matrix into `room` (none if it is plain), and the name of the plain
+    matrix."""
     if not rules.weights.is_quantised:
         return [], f"{module}.weight"
     return [OpCall("expand", rules.matrix(module), (room,), layer=layer)], room
@@ -195,9 +199,9 @@ def as_numbers(rules: PassRules, module: str, room: str, layer: int | None = Non
 def blocks(
     rules: PassRules, rows: int, attention: Callable[[int], list[OpCall]], last_rows: int | None = None
 ) -> list[OpCall]:
-    """All blocks of a pass over `rows` rows, from h.0.in to h.{layers}.in, each with `attention(layer)` in it. With
-    `last_rows`, only so many rows are wanted, those in the table `last`: behind the last attention these go on alone,
-    as last.in and last.attention, to last.out. With 0 of them the pass ends there."""
+    """Return all layers of a pass over `rows` rows, from h.0.in to h.{layers}.in, with the ops of `attention(layer)`.
+    With `last_rows`, only so many rows are wanted, those in the table `last`: after the last attention only these go
+    on, as last.in and last.attention, to last.out. With 0 the pass ends there."""
     ours, last = _Blocks(rules, rows), rules.weights.config.n_layer - 1
     steps = ours.begin("h.0.in", "h.0.ln_1", 0)
     for layer in range(last + 1):
@@ -214,7 +218,7 @@ def blocks(
 
 
 def block_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
-    """What blocks of `rows` rows may name of them."""
+    """Return the parameters that layers of `rows` rows may name."""
     weights, regime = rules.weights, rules.regime(rows)
     if regime is Regime.WHOLE:
         return weights.tensors | group_products(weights)
@@ -222,7 +226,7 @@ def block_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
 
 
 def head_parameters(rules: PassRules, rows: int) -> Mapping[str, Tensor]:
-    """What the end of a pass may name of them."""
+    """Return the parameters that the end of a pass may name."""
     weights = rules.weights
     return weights.tensors if rules.regime(rows) is Regime.FEW else weights.tensors | padded_head(weights)
 
@@ -232,7 +236,7 @@ def _affine(name: str) -> tuple[str, str]:
 
 
 def decode_step(rules: PassRules, rows: int, end: End) -> list[OpCall]:
-    """A step of `rows` sequences."""
+    """Return a decode step of `rows` sequences."""
     config = rules.weights.config
 
     op, cache = ("append_attention_int8", CODED_CACHE) if rules.kv_codes else ("append_attention", CACHE)
@@ -250,7 +254,7 @@ def decode_step(rules: PassRules, rows: int, end: End) -> list[OpCall]:
 
 
 def ending(rules: PassRules, rows: int, end: End, last: str) -> list[OpCall]:
-    """From the last hidden state to what `end` says."""
+    """Return the ops from the last hidden state to what `end` says."""
     if end is End.NOTHING:
         return []
     weights, kind = rules.weights, rules.regime(rows)
@@ -269,13 +273,13 @@ def ending(rules: PassRules, rows: int, end: End, last: str) -> list[OpCall]:
 
 
 def shortened(named: Mapping[str, Tensor], layers: int, positions: int) -> dict[str, Tensor]:
-    """The same memory with so many positions of the cache: kernels are chosen for contexts of that length."""
+    """Return the same memory with only so many positions of the cache: kernels are chosen for that context length."""
     caches = [n for layer in range(layers) for name in CODED_CACHE if (n := f"h.{layer}.{name}") in named]
     return {**named, **{name: named[name][:, :, :positions] for name in caches}}
 
 
 def room_for_logits(rules: PassRules, rows: int) -> Tensor:
-    """Of `rows` rows; those of a padded head are as wide as that, and -inf where there is no token."""
+    """Allocate logits of `rows` rows; with a padded head the columns beyond the vocabulary will be -inf."""
     vocab = rules.weights.config.vocab_size
     width = vocab if rules.regime(rows) is Regime.FEW else vocab + padding(vocab)
     return rules.weights.room(rows, width)
@@ -284,8 +288,8 @@ def room_for_logits(rules: PassRules, rows: int) -> Tensor:
 def companions(
     rules: PassRules, rows: Mapping[str, Tensor], room: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Room for what goes with rows of these names, as `_Blocks` has it. Whatever it is, only the next op reads it, so
-    LayerNorms and products have one place for all, which may be given."""
+    """Allocate what accompanies rows of these names, as `_Blocks` describes it. Only the next op reads it, so all
+    LayerNorms and all products share one buffer each, which may be given."""
     like = next(iter(rows.values()))
     kind = rules.regime(len(like))
     if kind is Regime.FEW:
@@ -299,7 +303,7 @@ def companions(
 
 
 def on_memory(steps: Sequence[OpCall], named: Mapping[str, Tensor]) -> list[Bound]:
-    """The steps on the buffers of these names."""
+    """Bind the names of the steps to buffers."""
     return [
         Bound(step.spec, [named[n] for n in step.inputs], [named[n] for n in step.outputs], step.numbers)
         for step in steps
@@ -307,7 +311,7 @@ def on_memory(steps: Sequence[OpCall], named: Mapping[str, Tensor]) -> list[Boun
 
 
 def order(layers: int) -> list[str]:
-    """Names of what a step computes and any executor can show, as it comes."""
+    """Return the names of values that a step computes and every executor can show, in the order of computation."""
     names = ["h.0.in"]
     for layer in range(layers):
         h = f"h.{layer}"
@@ -316,7 +320,7 @@ def order(layers: int) -> list[str]:
 
 
 def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
-    """What a step reads and writes of slots, and the tokens that it chooses."""
+    """Return the fields of slots that a step reads and writes, and memory for the tokens that it chooses."""
     found: dict[str, Tensor] = {name: getattr(slots, name) for name in STATE}
     found["token"] = torch.empty(rows, dtype=torch.long, device=slots.device)
     found["logit"] = torch.empty(rows, device=slots.device)
@@ -324,13 +328,13 @@ def of_slots(slots: Slots, rows: int) -> dict[str, Tensor]:
 
 
 def of_cache(slots: Slots, layer: int) -> dict[str, Tensor]:
-    """What a layer has of the KV cache."""
+    """Return a layer's tensors of the KV cache."""
     tensors = slots.cache.tensors
     return {name: tensor[layer] for name, tensor in zip(CODED_CACHE[: len(tensors)], tensors, strict=True)}
 
 
 def buffers(rules: PassRules, slots: Slots, lanes: Tensor) -> dict[str, Tensor]:
-    """Memory for every name that a step of these lanes mentions: parameters, slots and what lies between."""
+    """Allocate memory for every name in a step of these lanes: parameters, slots and intermediate buffers."""
     config, rows = rules.weights.config, len(lanes)
 
     def room(*columns: int) -> Tensor:

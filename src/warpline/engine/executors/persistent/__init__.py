@@ -1,1 +1,1 @@
-"""Many tokens in one cooperative launch, with the weights on a tape."""
+"""The persistent executor: many tokens in one cooperative launch, with the weights on a tape."""

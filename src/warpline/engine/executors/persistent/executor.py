@@ -29,22 +29,22 @@ from warpline.kernels.launch import arch_of
 from warpline.kernels.spec import THREADS_PER_WARP
 from warpline.model.weights import Weights
 
-#: One warp brings the newest key, sixteen bytes to a lane.
+#: Largest head: one warp loads the newest key, 16 bytes per lane.
 MOST_HEAD_BYTES = 16 * THREADS_PER_WARP
 
 
 @dataclass(eq=False, slots=True)
 class _Decoder:
-    """A program, and what has become of it."""
+    """A program with its compilation, its kernel, and its arguments by slots."""
 
     program: persistent.DecodeProgram
-    compiled: Future[Binary[persistent.DecodeProgram]] | None = None  # ahead of its first use
+    compiled: Future[Binary[persistent.DecodeProgram]] | None = None  # started ahead of the first use
     kernel: persistent.DecodeKernel | None = None
     bound: WeakKeyDictionary[Slots, persistent.Arguments] = field(default_factory=WeakKeyDictionary)
 
 
 class PersistentExecutor(Executor):
-    """Weights on a tape. What its launches exchange belongs to the instance, so several may be at work."""
+    """Decodes with weights on a tape. Each instance has its own exchange words, so several may run."""
 
     name = "persistent"
     dtypes = tuple(WEIGHT_BYTES)
@@ -62,7 +62,7 @@ class PersistentExecutor(Executor):
         arch: str | None = None,
         prompts: Prompts | None = None,
     ):
-        """`arch` is what is compiled for, if not this GPU."""
+        """Make the executor; `arch` overrides the target that is compiled for."""
         super().__init__(weights, device, dtype)
         if device.type != "cuda":
             raise DeviceError("the persistent executor runs on a CUDA GPU: use --executor cpu here")
@@ -98,17 +98,17 @@ class PersistentExecutor(Executor):
             positions=min(config.n_positions, config.window or config.n_positions),
         )
         units = sum(extents.units(stage) for stage in decode_plan.STAGES[:-1])
-        extents = replace(extents, blocks=min(multiprocessors, units))  # every block has something to do
+        extents = replace(extents, blocks=min(multiprocessors, units))  # every block has work
         self.extents, self.most_lanes, self._weights = extents, extents.most_rows, weights
         self._tapes = record(weights, decode_plan.plan(extents))
         self._logits: Tensor | None = None
         self._compiler, self._compiling = ThreadPoolExecutor(1, "warpline-compile"), threading.Lock()
         self._decoders: dict[tuple[object, ...], _Decoder] = {}
-        self.patience = 10.0  # seconds after which a launch that makes no progress ends itself
+        self.patience = 10.0  # seconds after which a launch without progress ends itself
         self._stamps: Tensor | None = None
 
     def set_up(self, asked: EngineConfig, model: str) -> None:
-        """Where rows must have the same bits in any company, prompts and contexts are cut in one way."""
+        """Apply options. Invariant: prompts and contexts are always split in the same way."""
         super().set_up(asked, model)
         if self.invariant:
             self.extents = replace(self.extents, invariant=True)
@@ -116,11 +116,12 @@ class PersistentExecutor(Executor):
                 self.prompts = Prompts(PassRules(self._weights, invariant=True))
 
     def prepare(self, slots: Slots, lanes: Sequence[int]) -> None:
-        """Compile and load what decodes these lanes; an error says why this GPU cannot."""
+        """Compile and load what decodes these lanes; raises if this GPU cannot."""
         self._loaded(self._decoder(len(lanes), slots.needs(lanes)))
 
     def compile_ahead(self, slots: Slots, lanes: Sequence[int]) -> None:
-        """Begin to compile what decodes these lanes, and what would if one that joins asked for more."""
+        """Start compiling what decodes these lanes, with filters and without, in case a sequence that joins needs the
+        other."""
         if len(lanes) > self.extents.most_rows:
             return
         needed = self._decoder(len(lanes), slots.needs(lanes))
@@ -132,7 +133,7 @@ class PersistentExecutor(Executor):
                     decoder.compiled = self._compiler.submit(compile_one, decoder.program, self.extents.arch)
 
     def prepare_all(self, slots: Slots) -> None:
-        """With filters and without, for every power of two."""
+        """Compile and load the programs with and without filters, for every power of two of rows."""
         most = min(slots.count, self.extents.most_rows)
         rows = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i <= self.extents.most_rows]
         decoders = [self._with(count, filters=filters) for count in rows for filters in (False, True)]
@@ -149,15 +150,15 @@ class PersistentExecutor(Executor):
         return decoder.kernel
 
     def stops_by_itself(self, lanes: int, needs: Needs) -> bool:
-        """A launch looks before every token."""
+        """Whether the kernel decodes all steps in one launch, which checks before every token."""
         return needs.logprobs is None
 
     def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
-        """Where nothing but the largest logit, with noise or without, is asked for."""
+        """Whether only the largest logit is needed, with or without noise."""
         return self._decoder(len(lanes), slots.needs(lanes)).program.extents.screened
 
     def fault(self) -> DeviceError:
-        """A launch that waited in vain."""
+        """Return the error for a launch whose wait timed out."""
         return DeviceError(
             f"a launch of the persistent executor made no progress for {self.patience:g} s and ended itself: "
             "the GPU may be busy with something else; try again, or use --executor graph"
@@ -167,11 +168,11 @@ class PersistentExecutor(Executor):
         self.prompts.run(slots, spans)
 
     def table(self, phase: str) -> list[OpCall] | None:
-        """Of prompts; a decode launch is one kernel."""
+        """Return the ops of a pass over prompts; a decode launch is one kernel."""
         return self.prompts.table if phase == "prefill" else None
 
     def _decode(self, slots: Slots, lanes: Sequence[int], n: int) -> None:
-        """In one launch, unless the logarithms of probabilities are asked for: these are torch's."""
+        """Decode in one launch, or in one per token if log-probabilities are asked for, which torch computes."""
         needs = slots.needs(lanes)
         decoder = self._decoder(len(lanes), needs)
         if needs.logprobs is None:
@@ -186,7 +187,7 @@ class PersistentExecutor(Executor):
                 note_logprobs(slots, lanes, self._launch(slots, lanes, 1, decoder), was_done, index)
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
-        """From a launch that keeps what its blocks exchange."""
+        """Decode a step with a program that keeps its exchange words, and return their values."""
         decoder = self._with(len(lanes), logits=True, observed=True, invariant=False, whole=True)
         logits = self._launch(slots, lanes, 1, decoder)[:, : self.config.vocab_size]
         torch.cuda.synchronize(self.device)
@@ -202,8 +203,8 @@ class PersistentExecutor(Executor):
 
     @contextmanager
     def stamped(self, tokens: int) -> Iterator[Tensor]:
-        """While this is open, launches write their blocks' clocks at the end of every stage of so many tokens: int64
-        [block, stamp]."""
+        """While this is open, launches store each block's clock at the end of every stage of `tokens` tokens. Yields
+        int64 [block, stamp]."""
         before, stages = self.extents, len(persistent.LAYER_STAMPS) * self.config.n_layer + len(persistent.TOKEN_STAMPS)
         self.extents = replace(before, stamped_tokens=tokens)
         self._stamps = torch.zeros(before.blocks, tokens * stages, dtype=torch.int64, device=self.device)
@@ -213,7 +214,7 @@ class PersistentExecutor(Executor):
             self.extents, self._stamps = before, None
 
     def _decoder(self, lanes: int, needs: Needs) -> _Decoder:
-        """What decodes so many lanes with such needs."""
+        """Return the program for so many lanes with such needs."""
         if needs.logprobs is not None:
             return self._with(lanes, logits=True, filters=True)
         return self._with(lanes, filters=needs.filters)
@@ -228,10 +229,10 @@ class PersistentExecutor(Executor):
 
     @torch.inference_mode()
     def _launch(self, slots: Slots, lanes: Sequence[int], n: int, decoder: _Decoder) -> Tensor:
-        """What does not change from launch to launch is put together once: the GPU may be waiting."""
+        """Launch `n` tokens and return the logits. The arguments are built once per `Slots`: the GPU may be waiting."""
         rows = decoder.program.extents.rows
         if self._logits is None or len(self._logits) < rows:
-            # Behind the vocabulary is nothing that could be chosen.
+            # Columns beyond the vocabulary stay -inf.
             self._logits = torch.full((rows, self.extents.logits_pitch), -torch.inf, device=self.device)
         kernel = self._loaded(decoder)
         table = slots.crossing.select(lanes, len(lanes))
@@ -249,7 +250,7 @@ class PersistentExecutor(Executor):
         return self._logits[: len(lanes)]
 
     def _tensors(self, slots: Slots) -> dict[str, Tensor]:
-        """Memory that a launch reads and writes, and that stays where it is."""
+        """Return the tensors that a launch reads and writes; their addresses do not change."""
         tapes, cache = self._tapes, slots.cache
         shared = self._matrices | {"fault": slots.fault, "k": cache.k, "v": cache.v}
         shared |= {name: getattr(tapes, name) for name in ("tape", "plans", "vectors", "norm_terms", "scales")}

@@ -1,4 +1,5 @@
-"""Weights in the order in which the persistent kernel reads them: one tape per block, steps of a tile per warp."""
+"""Arranges weights in the order in which the persistent kernel reads them: one tape per block, steps of a tile per
+warp."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from warpline.kernels.persistent import FINAL_VECTORS, VECTORS
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import Weights
 
-#: Where each stage's weights are in a layer; the LM head's are the model's.
+#: Names of each stage's weights in a layer; the LM head belongs to the model.
 _MATRICES = {
     "qkv": "attn.c_attn.weight",
     "out": "attn.c_proj.weight",
     "fc": "mlp.c_fc.weight",
     "proj": "mlp.c_proj.weight",
 }
-#: The products behind a LayerNorm, whose vectors but for the LayerNorm's weight become part of `norm_terms`.
+#: Products after a LayerNorm. The LayerNorm's bias and the product's bias become part of `norm_terms`.
 _NORMAL_PRODUCTS = (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
 
 
@@ -30,13 +31,13 @@ class Tapes:
 
     tape: Tensor  # uint8 [step, warp, byte]
     vectors: Tensor
-    norm_terms: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and, of codes, scale
-    scales: Tensor  # float32 [layer, output of both projections]: of codes, else nothing
+    norm_terms: Tensor  # float32 [layer, output of QKV or FC, number]: slope, level and (codes) scale
+    scales: Tensor  # float32 [layer, output of both projections]: scales of codes, else empty
     plans: Tensor  # int32 [block, 14]
 
 
 def record(weights: Weights, plan: Plan) -> Tapes:
-    """Arrange `weights` for `plan`, on the device where they are."""
+    """Arrange `weights` for `plan`, on their device."""
     tensors, extents = weights.tensors, plan.extents
     tape = torch.zeros(plan.steps, plan.warps, TILE_BYTES, dtype=torch.uint8, device=weights.device)
     strides = torch.tensor([plan.layer_steps(b) for b in range(extents.blocks)], device=weights.device)
@@ -59,7 +60,7 @@ def record(weights: Weights, plan: Plan) -> Tapes:
 
 
 def _norm_terms(weights: Weights, h: str) -> Tensor:
-    """[output, 2]: weight · gamma, and weight · beta + bias; of codes the scale as well."""
+    """Return [output, 2]: weight · gamma, and weight · beta + bias; with codes, their scale as a third column."""
     found = []
     for norm, name in _NORMAL_PRODUCTS:
         matrix, bias = weights.matrix(f"{h}{name}.weight"), weights.tensors[f"{h}{name}.bias"].double()
@@ -70,10 +71,11 @@ def _norm_terms(weights: Weights, h: str) -> Tensor:
 
 
 def tiles(matrix: Tensor, count: int, inputs: int) -> Tensor:
-    """[out, in] → [unit, tile, element] of `count` tiles of so many inputs: a lane's 16 bytes are neighbouring inputs
-    of one output, in the order that TileSums of persistent/product.cuh has; what is missing from the last unit and tile
-    is zero. Half precision has its second and third pair exchanged. Of codes each pair of the first eight is
-    followed by that of the others."""
+    """Return a matrix [out, in] as `count` tiles of `inputs` inputs: [unit, tile, element], padded with zeros.
+
+    A lane's 16 bytes are neighbouring inputs of one output, in the order that TileSums of persistent/product.cuh needs.
+    In half precision the second and third pair are exchanged. With codes each pair of the first eight is followed by
+    one of the others."""
     padded = F.pad(matrix, (0, count * inputs - matrix.shape[1], 0, -matrix.shape[0] % UNIT))
     lanes = padded.view(-1, UNIT, count, 4, inputs // 4).transpose(1, 2)  # [unit, tile, output, lane of four, element]
     if matrix.element_size() < 4:
@@ -82,8 +84,8 @@ def tiles(matrix: Tensor, count: int, inputs: int) -> Tensor:
 
 
 def code_tiles(screen: Screen) -> Tensor:
-    """[unit, tile, byte], as `screen` of persistent/head.cuh takes it: a lane has of outputs g and g + 8 four inputs
-    each, then the next four. The last tile has the outputs' scales, then error and norm of each."""
+    """Return codes as [unit, tile, byte], in the order of `screen` in persistent/head.cuh: a lane has four inputs of
+    outputs g and g + 8 each, then the next four. The last tile has the outputs' scales, then error and norm of each."""
     missing = -len(screen.codes) % CODE_UNIT
     padded = F.pad(screen.codes, (0, -screen.codes.shape[1] % CODE_INPUTS, 0, missing))
     parts = padded.view(-1, 2, 8, padded.shape[1] // CODE_INPUTS, 4, 2, 4)  # [unit, half, g, tile, t, of eight, input]
@@ -95,8 +97,8 @@ def code_tiles(screen: Screen) -> Tensor:
 
 
 def _places(plan: Plan, stage: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Where in the tape each tile of a unit goes, in the first layer: block, step and warp, [unit, tile]. Neighbouring
-    tiles are a warp's."""
+    """Return the place of each tile of a unit on the tape, in the first layer: block, step and warp, [unit, tile].
+    Neighbouring tiles belong to one warp."""
     steps = plan.steps_of(stage)
     owner = torch.repeat_interleave(torch.arange(plan.extents.blocks), torch.tensor(plan.units[stage]))[:, None]
     unit = torch.arange(len(owner))[:, None] - torch.tensor(plan.first[stage])[owner]
@@ -106,7 +108,7 @@ def _places(plan: Plan, stage: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _begin(plan: Plan, stage: str) -> Tensor:
-    """The step with which each block begins a stage in the first layer."""
+    """Return the step at which each block begins a stage in the first layer."""
     before = STAGES[: STAGES.index(stage)]
     return torch.tensor(
         [start + sum(plan.block_steps(s, block) for s in before) for block, start in enumerate(plan.tape)]
@@ -114,9 +116,10 @@ def _begin(plan: Plan, stage: str) -> Tensor:
 
 
 def _deal(tape: Tensor, plan: Plan, found: Tensor, known: Tensor, parts: int, each: int, which: int) -> None:
-    """Units of the LM head or of its codes, [unit, tile, byte], of which one of the plan's has `each`, to the warps of
-    each block in turn, and behind each what is `known` of it: the first or the second part behind the layers. In the
-    last turn `parts` warps share a unit."""
+    """Write units of the LM head or of its codes, [unit, tile, byte], to the tape, for the warps of each block in turn.
+
+    `each`: units per unit of the plan. `known`: tiles that follow each unit. `which`: the first or the second part
+    after the layers. In the last turn `parts` warps share a unit."""
     first = 0
     for block, row in enumerate(plan.rows()):
         end = first + each * plan.units["head"][block]

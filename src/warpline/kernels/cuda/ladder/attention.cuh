@@ -1,15 +1,15 @@
-// The lower rungs of causal attention, in float: y = softmax(q k^T scale) v, as in ops/flash_attention.cuh, which is the
-// rung above these, first in float and then on tensor cores.
+// The lower rungs of causal attention, in float: y = softmax(q k^T scale) v. The rungs above are ops/flash_attention.cuh, first
+// in float and then on tensor cores.
 //
-// The idea: first the scores are stored and read again, as three kernels would, and who owns a query changes; then keys and
-// values are read once for many queries; then the online softmax makes the stored scores unnecessary.
-// Traffic at best: q, k, v and y once. Without tiles every query reads all keys and values it sees.
+// The idea: first the scores are stored and read again, as three kernels would do, and the threads that own a query change; then
+// keys and values are read once for many queries; then the online softmax makes the stored scores unnecessary.
+// Memory traffic at best: q, k, v and y once. Without tiles every query reads all keys and values that it sees.
 #pragma once
 #include "online.cuh"
 
 namespace warpline {
 
-// One query, by its number among all of them, and the keys it sees: from `first` to its own position.
+// One query, by its number among all of them, and the keys that it sees: from `first` to its own position.
 template <typename T, int DEPTH>
 struct OneQuery {
     int sequence, head, number, position, first;
@@ -32,7 +32,7 @@ struct OneQuery {
     }
 };
 
-// A thread to a query. Its scores stand in a row of their own, far from those of its neighbours.
+// One thread per query. Its scores are a row in global memory, far from those of neighbouring threads.
 template <typename T, int DEPTH, int BLOCK>
 __device__ __forceinline__ void attention_naive(View<T> q, View<T> k, View<T> v, const long long* length, T* y, float* scores,
                                                 int batch, int heads, int queries, int keys, int window, float scale) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ void attention_naive(View<T> q, View<T> k, View<T> v,
     }
 }
 
-// The online softmax alone, still a thread to a query: nothing is stored, but query and output fill the registers of a
-// thread, and there are only as many threads as queries.
+// The online softmax alone, still one thread per query: nothing is stored, but query and output fill a thread's registers, and
+// there are only as many threads as queries.
 template <typename T, int DEPTH, int BLOCK>
 __device__ __forceinline__ void attention_lonely(View<T> q, View<T> k, View<T> v, const long long* length, T* y, int batch,
                                                  int heads, int queries, int keys, int window, float scale) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void attention_lonely(View<T> q, View<T> k, View<T> v
     for (int d = 0; d < DEPTH; ++d) query.out[d] = out[d] * share;
 }
 
-// A warp to a query: lanes read neighbouring elements of a key, a value or a row of scores.
+// One warp per query: lanes read neighbouring elements of a key, a value or a row of scores.
 template <typename T, int DEPTH, int BLOCK>
 __device__ __forceinline__ void attention_coalesced(View<T> q, View<T> k, View<T> v, const long long* length, T* y,
                                                     float* scores, int batch, int heads, int queries, int keys, int window,
@@ -111,7 +111,7 @@ __device__ __forceinline__ void attention_coalesced(View<T> q, View<T> k, View<T
     const auto add = [](float a, float b) { return a + b; };
     const int lane = threadIdx.x % WARP;
     const long long i = (static_cast<long long>(blockIdx.x) * BLOCK + threadIdx.x) / WARP;
-    if (i >= static_cast<long long>(batch) * heads * queries) return;  // the whole warp: it has one query
+    if (i >= static_cast<long long>(batch) * heads * queries) return;  // the whole warp has the same query
     const OneQuery<T, DEPTH> query(i, length, y, heads, queries, keys, window);
     const int last = query.exists ? query.position : query.first - 1;
     float* mine = scores + i * keys;
@@ -154,15 +154,15 @@ __device__ __forceinline__ void attention_coalesced(View<T> q, View<T> k, View<T
     }
 }
 
-// A block of eight warps to 32 queries of one head, four to a warp, and 32 keys at a time: a key or value is read once for
-// all of them, into shared memory. For the scores a lane has a key, so no sum is shared; for the output it has columns.
-// ONLINE keeps the softmax running, so that keys and values are met once and nothing is stored; otherwise scores are.
+// A block of eight warps for 32 queries of one head, four per warp, and 32 keys at a time: a key or value is read once for all of
+// them, into shared memory. For the scores a lane has a key, so no sum is shared; for the output it has columns. ONLINE keeps the
+// softmax running, so that keys and values are read once and nothing is stored; otherwise scores are stored.
 template <typename T, int DEPTH, bool ONLINE>
 __device__ __forceinline__ void attention_tiles(View<T> q, View<T> k, View<T> v, const long long* length, T* y, float* scores,
                                                 int batch, int heads, int queries, int keys, int window, float scale) {
     constexpr int WARPS = 8, EACH = 4, QUERIES = WARPS * EACH, KEYS = WARP, STEPS = ceil_div(DEPTH, WARP);
     static_assert(QUERIES == WARP && KEYS == WARP, "fetch brings that many rows");
-    constexpr int LANE = DEPTH | 1;  // an odd distance puts a column's elements on different banks
+    constexpr int LANE = DEPTH | 1;  // an odd pitch puts a column's elements on different banks
     constexpr unsigned ALL = 0xffffffffu;
     __shared__ T tile_q[QUERIES * LANE];
     __shared__ T tile_k[KEYS * LANE];
@@ -201,7 +201,7 @@ __device__ __forceinline__ void attention_tiles(View<T> q, View<T> k, View<T> v,
         }
     };
     float out[EACH][STEPS] = {};
-    // The output takes the weight of query m and key j of the tile from `weight_of`.
+    // Adds the values of a tile; weight_of is the weight of query m and key j.
     const auto add_values = [&](auto weight_of) {
 #pragma unroll 8
         for (int j = 0; j < KEYS; ++j) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void attention_tiles(View<T> q, View<T> k, View<T> v,
     if constexpr (ONLINE) {
         OnlineSoftmax softmax[EACH];
         for (int step = begin; step < end; ++step) {
-            __syncthreads();  // nobody reads the last step's tiles any more
+            __syncthreads();  // the last step's tiles have been read
             fetch(tile_k, k, step * KEYS, positions);
             fetch(tile_v, v, step * KEYS, positions);
             __syncthreads();
@@ -271,7 +271,7 @@ __device__ __forceinline__ void attention_tiles(View<T> q, View<T> k, View<T> v,
             }
         }
         for (int step = begin; step < end; ++step) {
-            __syncthreads();  // the weights are there, and nobody reads the last step's tile any more
+            __syncthreads();  // the weights are stored, and the last step's tile has been read
             fetch(tile_v, v, step * KEYS, positions);
             __syncthreads();
             const int first = step * KEYS;

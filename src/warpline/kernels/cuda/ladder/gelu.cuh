@@ -1,8 +1,8 @@
-// The lower rungs of GELU behind a bias: y = g(x + bias), in float, with tanhf as the formula says it.
+// The lower rungs of GELU after a bias: y = g(x + bias), in float, with tanhf as in the formula.
 //
-// The idea: every element is read and written once whatever one does, so all that can change is how many bytes are under way
-// at a time. The rung above these, ops/gelu.cuh itself, also replaces tanhf by two cheap instructions.
-// Traffic: one element in, one out; the bias comes from the caches.
+// The idea: every element is read and written once in any case, so only the number of bytes in flight can change. The rung above,
+// ops/gelu.cuh, also replaces tanhf by two cheap instructions.
+// Memory traffic: one element in, one out; the bias comes from the caches.
 #pragma once
 #include "common.cuh"
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
     return 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 
-// A thread to RUN neighbouring elements, one after the other: the lanes of a warp are RUN elements apart.
+// One thread per RUN neighbouring elements, one after another: the lanes of a warp are RUN elements apart.
 template <typename T, int COLUMNS, int RUN, int BLOCK>
 __device__ __forceinline__ void gelu_naive(const T* x, const T* bias, T* y, int rows) {
     const long long first = (static_cast<long long>(blockIdx.x) * BLOCK + threadIdx.x) * RUN;
@@ -21,8 +21,8 @@ __device__ __forceinline__ void gelu_naive(const T* x, const T* bias, T* y, int 
     for (long long i = first; i < min(first + RUN, elements); ++i) y[i] = gelu_tanh(x[i] + bias[i % COLUMNS]);
 }
 
-// Neighbouring threads take neighbouring vectors of up to BYTES; with UNROLL a thread has several, a block apart, and all
-// its loads come before its stores.
+// Neighbouring threads take neighbouring vectors of up to BYTES. With UNROLL a thread has several, a block apart, and all its
+// loads come before its stores.
 template <typename T, int COLUMNS, int UNROLL, int BYTES, int BLOCK>
 __device__ __forceinline__ void gelu_coalesced(const T* x, const T* bias, T* y, int rows) {
     constexpr int WIDTH = vector_width<T>(COLUMNS, BYTES), PER_ROW = COLUMNS / WIDTH;

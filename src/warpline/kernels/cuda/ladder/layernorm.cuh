@@ -1,14 +1,14 @@
 // The lower rungs of LayerNorm: y = (x - mean) / sqrt(variance + epsilon) * weight + bias, in float.
 //
-// The idea: who owns a row, and how those who share it add up. All of these go over the row three times, for mean, variance
-// and result; the rung above them, ops/layernorm.cuh itself, holds it in registers and reads it once.
-// Traffic at best: rows x COLUMNS elements in, as many out. A row that is read again mostly comes from L1.
+// The idea: which threads own a row, and how they add up. All of these read the row three times, for mean, variance and result;
+// the rung above, ops/layernorm.cuh, holds it in registers and reads it once.
+// Memory traffic at best: rows x COLUMNS elements in, as many out. Repeated reads of a row mostly come from L1.
 #pragma once
 #include "ladder/tree.cuh"
 
 namespace warpline {
 
-// A thread to a row: what the lanes of a warp read at a time is a row apart, and 32 cache lines come for 32 numbers.
+// One thread per row: the loads of a warp are a row apart, so 32 cache lines are fetched for 32 values (not coalesced).
 template <typename T, int COLUMNS, int BLOCK>
 __device__ __forceinline__ void layernorm_naive(const T* x, const T* weight, const T* bias, T* y, int rows, float epsilon) {
     const int row = blockIdx.x * BLOCK + threadIdx.x;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void layernorm_naive(const T* x, const T* weight, con
     for (int i = 0; i < COLUMNS; ++i) out[i] = (in[i] - mean) * scale * weight[i] + bias[i];
 }
 
-// A block to a row: neighbouring threads read neighbouring columns, and sums meet in a tree in shared memory.
+// One block per row: neighbouring threads read neighbouring columns, and sums are added by a tree in shared memory.
 template <typename T, int COLUMNS, int BLOCK>
 __device__ __forceinline__ void layernorm_tree(const T* x, const T* weight, const T* bias, T* y, int rows, float epsilon) {
     __shared__ float tree[BLOCK];
@@ -44,19 +44,20 @@ __device__ __forceinline__ void layernorm_tree(const T* x, const T* weight, cons
     for (int i = threadIdx.x; i < COLUMNS; i += BLOCK) out[i] = (in[i] - mean) * scale * weight[i] + bias[i];
 }
 
-// ROW_WARPS warps to a row: lanes exchange registers, and with several warps their sums meet in shared memory once. With
-// BYTES of 16 a lane reads and writes four neighbours at a time, where the length of a row allows it.
+// ROW_WARPS warps per row: lanes exchange registers, and the sums of several warps are added in shared memory once. With BYTES of
+// 16 a lane reads and writes four neighbours at a time, where the row length allows it.
 template <typename T, int COLUMNS, int ROW_WARPS, int BYTES, int BLOCK>
 __device__ __forceinline__ void layernorm_warps(const T* x, const T* weight, const T* bias, T* y, int rows, float epsilon) {
     constexpr int LANES = ROW_WARPS * WARP, WIDTH = vector_width<T>(COLUMNS, BYTES), VECTORS = COLUMNS / WIDTH;
     using Pack = Vec<T, WIDTH>;
     __shared__ float scratch[BLOCK / WARP];
     const int row = blockIdx.x * (BLOCK / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    // A group beyond the last row repeats it, so that the block's barriers are met by all; only its store is left out.
+    // Threads beyond the last row repeat it without storing, so that every thread reaches the block's barriers.
     const long long at = static_cast<long long>(min(row, rows - 1)) * COLUMNS;
     const Pack* in = reinterpret_cast<const Pack*>(x + at);
     float sum = 0.f, squares = 0.f;
-    // Unrolled by a number, because an unrolled whole would let the compiler keep the row, which is the next rung's idea.
+    // Unrolled by a fixed number: a complete unroll would let the compiler keep the row in registers, which is the next rung's
+    // idea.
 #pragma unroll 2
     for (int i = lane; i < VECTORS; i += LANES) {
         const Pack pack = in[i];

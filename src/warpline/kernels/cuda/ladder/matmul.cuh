@@ -1,16 +1,16 @@
 // The lower rungs of the matrix product: y = x weight^T + bias in float, x [rows, INPUTS], weight [OUTPUTS, INPUTS].
 //
-// The idea: each function adds one thing to the one before it, and what a switch turns on is one more: UNROLL, BYTES, EACH.
-// The rungs above are ops/matmul.cuh itself, first in float, then in half precision on tensor cores.
-// Traffic at best: x, weight and y once. Without tiles every output reads a row of each, 8 * INPUTS bytes for 2 * INPUTS
-// operations, and only the caches stand between that and memory.
+// The idea: each function adds one thing to the one before it, and each switch one more: UNROLL, BYTES, EACH. The rungs above are
+// ops/matmul.cuh, first in float, then in half precision on tensor cores.
+// Memory traffic at best: x, weight and y once. Without tiles every output reads a row of each, 8 * INPUTS bytes for 2 * INPUTS
+// operations, and only the caches reduce this.
 #pragma once
 #include "common.cuh"
 
 namespace warpline {
 
-// A thread to an output, neighbouring threads in neighbouring rows. Both matrices are stored row by row, so the 32 values
-// of x that a warp reads at a time lie in 32 cache lines, and so do its 32 results.
+// One thread per output, neighbouring threads in neighbouring rows. Both matrices are stored row by row, so the 32 values of x
+// that a warp reads at a time lie in 32 cache lines, and so do its 32 results (not coalesced).
 template <typename T, int OUTPUTS, int INPUTS, int BLOCK>
 __device__ __forceinline__ void matmul_naive(const T* x, const T* weight, const T* bias, T* y, int rows) {
     const long long i = static_cast<long long>(blockIdx.x) * BLOCK + threadIdx.x;
@@ -22,15 +22,15 @@ __device__ __forceinline__ void matmul_naive(const T* x, const T* weight, const 
     y[row * OUTPUTS + output] = sum + bias[output];
 }
 
-// A warp to an output: neighbouring lanes read neighbouring inputs, whole cache lines, and add up their parts at the end.
-// Rows that do not allow vectors of BYTES get narrower ones.
+// One warp per output: neighbouring lanes read neighbouring inputs, whole cache lines, and add up their parts at the end. Rows
+// that do not allow vectors of BYTES get narrower ones.
 template <typename T, int OUTPUTS, int INPUTS, int UNROLL, int BYTES, int BLOCK>
 __device__ __forceinline__ void matmul_coalesced(const T* x, const T* weight, const T* bias, T* y, int rows) {
     constexpr int WIDTH = vector_width<T>(INPUTS, BYTES);
     using Pack = Vec<T, WIDTH>;
     const long long i = (static_cast<long long>(blockIdx.x) * BLOCK + threadIdx.x) / WARP;
     const long long row = i / OUTPUTS, output = i % OUTPUTS;
-    if (row >= rows) return;  // the whole warp: it has one output
+    if (row >= rows) return;  // the whole warp has the same output
     const Pack* a = reinterpret_cast<const Pack*>(x + row * INPUTS);
     const Pack* b = reinterpret_cast<const Pack*>(weight + output * INPUTS);
     float sum = 0.f;
@@ -44,9 +44,9 @@ __device__ __forceinline__ void matmul_coalesced(const T* x, const T* weight, co
     if (threadIdx.x % WARP == 0) y[row * OUTPUTS + output] = sum + bias[output];
 }
 
-// A block to a square of outputs: a piece of x and of weight is read once, by all threads together, and serves the whole
-// square from shared memory. A thread has EACH x EACH outputs, sixteen apart, and holds their sums in registers: with more
-// than one of them, what it fetches from shared memory serves several products too.
+// One block per square of outputs: all threads together load a tile of x and of weight once, and it serves the whole square from
+// shared memory. A thread holds the sums of EACH x EACH outputs, sixteen apart, in registers; with more than one, each value
+// loaded from shared memory serves several products.
 template <typename T, int OUTPUTS, int INPUTS, int EACH>
 __device__ __forceinline__ void matmul_tiles(const T* x, const T* weight, const T* bias, T* y, int rows) {
     constexpr int SIDE = 16, TILE = SIDE * EACH, K = 32, WIDTH = vector_width<T>(INPUTS);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void matmul_tiles(const T* x, const T* weight, const 
     const int first_row = static_cast<int>(blockIdx.x) / ACROSS * TILE, first_output = static_cast<int>(blockIdx.x) % ACROSS * TILE;
     const int row0 = threadIdx.x / SIDE, column0 = threadIdx.x % SIDE;
 
-    // TILE rows of K inputs; what lies outside the matrix is 0.
+    // Loads TILE rows of K inputs; elements outside the matrix are 0.
     const auto fetch = [](T* tile, const T* matrix, int first, int count, int k) {
 #pragma unroll
         for (int i = threadIdx.x; i < TILE * K / WIDTH; i += SIDE * SIDE) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void matmul_tiles(const T* x, const T* weight, const 
                 }
             }
         }
-        __syncthreads();  // nobody reads these tiles any more
+        __syncthreads();  // these tiles have been read
     }
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {

@@ -1,14 +1,14 @@
 // The lower rungs of softmax over rows, in float.
 //
-// The idea: as in LayerNorm, who owns a row and how those who share it combine what they found; then how often the row is
-// read: three times (maximum, sum, result), twice with the online softmax, once in ops/softmax.cuh, the rung above these.
-// Traffic at best: rows x COLUMNS elements in, as many out. A row that is read again mostly comes from L1.
+// The idea: as in LayerNorm, which threads own a row and how they combine their results; then how often the row is read: three
+// times (maximum, sum, result), twice with the online softmax, once in ops/softmax.cuh, the rung above.
+// Memory traffic at best: rows x COLUMNS elements in, as many out. Repeated reads of a row mostly come from L1.
 #pragma once
 #include "ladder/tree.cuh"
 
 namespace warpline {
 
-// A thread to a row.
+// One thread per row.
 template <typename T, int COLUMNS, int BLOCK>
 __device__ __forceinline__ void softmax_naive(const T* x, T* y, int rows) {
     const int row = blockIdx.x * BLOCK + threadIdx.x;
@@ -25,7 +25,7 @@ __device__ __forceinline__ void softmax_naive(const T* x, T* y, int rows) {
     for (int i = 0; i < COLUMNS; ++i) out[i] = expf(in[i] - largest) * scale;
 }
 
-// A block to a row, which meets in a tree in shared memory.
+// One block per row, with a tree reduction in shared memory.
 template <typename T, int COLUMNS, int BLOCK>
 __device__ __forceinline__ void softmax_tree(const T* x, T* y, int rows) {
     __shared__ float tree[BLOCK];
@@ -42,19 +42,20 @@ __device__ __forceinline__ void softmax_tree(const T* x, T* y, int rows) {
     for (int i = threadIdx.x; i < COLUMNS; i += BLOCK) out[i] = expf(in[i] - largest) * scale;
 }
 
-// ROW_WARPS warps to a row, vectors of up to BYTES. ONLINE takes maximum and sum in one reading: whenever a lane meets a
-// larger number, the sum it has so far is scaled down to it.
+// ROW_WARPS warps per row, vectors of up to BYTES. ONLINE computes maximum and sum in one pass: when a lane finds a larger value,
+// it rescales its sum.
 template <typename T, int COLUMNS, int ROW_WARPS, int BYTES, bool ONLINE, int BLOCK>
 __device__ __forceinline__ void softmax_warps(const T* x, T* y, int rows) {
     constexpr int LANES = ROW_WARPS * WARP, WIDTH = vector_width<T>(COLUMNS, BYTES), VECTORS = COLUMNS / WIDTH;
     using Pack = Vec<T, WIDTH>;
     __shared__ float scratch[BLOCK / WARP];
     const int row = blockIdx.x * (BLOCK / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    // A group beyond the last row repeats it, so that the block's barriers are met by all; only its store is left out.
+    // Threads beyond the last row repeat it without storing, so that every thread reaches the block's barriers.
     const long long at = static_cast<long long>(min(row, rows - 1)) * COLUMNS;
     const Pack* in = reinterpret_cast<const Pack*>(x + at);
     float largest = LOWEST, sum = 0.f;
-    // Unrolled by a number, because an unrolled whole would let the compiler keep the row, which is the last rung's idea.
+    // Unrolled by a fixed number: a complete unroll would let the compiler keep the row in registers, which is the last rung's
+    // idea.
 #pragma unroll 2
     for (int i = lane; i < VECTORS; i += LANES) {
         const Pack pack = in[i];

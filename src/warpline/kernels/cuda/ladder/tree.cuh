@@ -1,11 +1,11 @@
-// A reduction as it was done before lanes could exchange registers.
+// A tree reduction in shared memory, as before lanes could exchange registers.
 #pragma once
 #include "common.cuh"
 
 namespace warpline {
 
-// Over all THREADS of a block, a power of two: half of them combine two values each, then a quarter, until one is left,
-// with a barrier after every level. `tree` holds a float per thread; every thread must call it.
+// Over all THREADS of a block, a power of two: half of them combine two values each, then a quarter, until one is left, with a
+// barrier after every level. Requires: every thread calls it; `tree` holds a float per thread.
 template <int THREADS, typename F>
 __device__ __forceinline__ float tree_reduce(float value, float* tree, F combine) {
     tree[threadIdx.x] = value;
@@ -15,7 +15,7 @@ __device__ __forceinline__ float tree_reduce(float value, float* tree, F combine
         __syncthreads();
     }
     const float result = tree[0];
-    __syncthreads();  // everybody has read it: the tree can be used again
+    __syncthreads();  // all threads have read it: the tree can be reused
     return result;
 }
 

@@ -1,11 +1,10 @@
-// What new requests bring, into their slots: a block to a request; a lane of -1 brings nothing.
+// Writes new requests into their slots: one block per request; a lane of -1 is skipped.
 //
-// What is brought may lie in the host's pinned memory: it is read once, and a copy ahead of the launch would cost the host
-// more than reading it through the bus costs the GPU. Everything about a slot is set, so that nothing is left of the sequence
-// that had it before; only tokens behind the known ones stay, which are not looked at before they are written. A slot's noise
-// follows from `stream`, 64 bits, alone: entry t is what splitmix64 makes of stream + (t + 1) * 0x9e3779b97f4a7c15, as
-// `noise_keys` of kernels/noise.py has it.
-// Traffic: the known tokens in, a row of tokens and one of noise out.
+// The idea: the inputs may lie in the host's pinned memory. They are read once, and a copy before the launch would cost the host
+// more than reading them over the bus costs the GPU. Every field of the slot is set, so nothing is left of the sequence before;
+// only tokens behind the known ones stay, and they are written before they are read. The noise of a slot follows from the 64-bit
+// `stream` alone: entry t is splitmix64 of stream + (t + 1) * 0x9e3779b97f4a7c15, as in `noise_keys` of kernels/noise.py.
+// Memory traffic: the known tokens in; a row of tokens and a row of noise out.
 #pragma once
 #include "common.cuh"
 
@@ -18,9 +17,9 @@ __device__ __forceinline__ int noise_key(unsigned long long stream, int at) {
     return static_cast<int>(z ^ z >> 31);
 }
 
-// `integers` has of each request length, known, limit, min_length, top_k, where its tokens begin in `given`, and where its biases
-// begin and how many they are; `floats` temperature, top_p, min_p, penalty, presence and frequency; `flags` stops_at_eos and
-// biased. The rows of `bias` and `counts` are set only where they are used.
+// Layout per request: `integers` length, known, limit, min_length, top_k, start of its tokens in `given`, start and number of its
+// biases; `floats` temperature, top_p, min_p, penalty, presence, frequency; `flags` stops_at_eos, biased. The slot's rows of
+// `bias` and `counts` are written only if `biased`.
 template <typename T, int BLOCK>
 __device__ __forceinline__ void admit(const long long* lanes, const long long* integers, const float* floats, const bool* flags,
                                       const long long* stream, const int* given, const int* biased_tokens,

@@ -1,16 +1,16 @@
-// What a step ends with: the new token of each lane is appended to its slot, whose sequence ends where it should.
+// The end of a step: appends each lane's new token to its slot, and marks the sequence as done where it ends.
 //
-// A thread per lane. `token` is what was chosen, `logit` its score, which is no number if the model's are none. While a
-// sequence is shorter than `known`, the token that stands there already is taken. A sequence that is done stays as it is.
-// Where `biased`, a token is lowered by `frequency` each time that it is appended, by `presence` as well the first time.
-// What is known of a slot is read before the launches ahead have ended: where launches overlap, none of those may write it.
+// One thread per lane. `token` is the chosen one, `logit` its score, NaN or infinite if the model's logits are. While a sequence
+// is shorter than `known`, the token already stored there is kept. Sequences that are done do not change. If `biased`, appending
+// a token lowers its bias by `frequency`, the first time by `presence` as well.
+// Contract: `lanes` and the slot's record are read before the preceding launches end, so none of them may write these.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
 
-// A text has got a token: what is added to its logit from now on.
+// Lowers the bias of a token that has been appended to the text.
 __device__ __forceinline__ void lower(float* bias, int* counts, long long token, float presence, float frequency) {
     bias[token] -= frequency + (counts[token]++ == 0 ? presence : 0.f);
 }

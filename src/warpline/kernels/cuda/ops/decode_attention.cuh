@@ -1,20 +1,19 @@
-// Attention of one new query per sequence over its KV cache: y = softmax(q k^T scale) v.
+// Attention of one new query per sequence to its KV cache: y = softmax(q k^T scale) v.
 //
-// The idea: this is a read of the cache and hardly anything else, so all that matters is bytes in flight. A few lanes
-// share a key, 16 bytes each, a warp has several keys at once and UNROLL such groups of keys and values on their way.
-// Every group of lanes keeps its own online softmax; they are merged once, at the end, in a fixed order. Where sequences
-// and heads alone would leave the GPU idle, the cache is cut into SPLITS parts, and whichever block finishes a head last
-// merges its parts. Parts are as many as SPLITS; or, where PART says so, they have that many positions, as long as SPLITS of
-// them are enough. A head is then cut in the same places whatever else is in the launch, and has the same bits.
-// Of a slot of the cache the positions 0 ... length-1 count; with window > 0 only the last that many of them are read. Lane i
-// of the batch has slot lanes[i], or slot i where there are no `lanes`. Where there are `new_k` and `new_v`, they are the key
-// and value of the last position and are put into the cache on the way. `lanes`, `length` and the cache are read before the
-// launches ahead have ended: where launches overlap, none of those may write them. In the engine's graphs of one step each,
-// they were written before the graph began, and graphs do not overlap.
-// A cache of codes (kv_codes.cuh) has `scales`: a key's is a factor of its score, a value's one of its weight, so that codes are
-// multiplied as they are; in fp16, for heads of 64, on tensor cores (code_attention.cuh). The new key and value are rounded to
-// codes before anything is computed: what a step sees is what any later one reads again.
-// Traffic: keys and values once.
+// The idea: the kernel reads the cache and does little else, so bytes in flight decide. A few lanes share a key, 16 bytes each; a
+// warp has several keys at once, and UNROLL such groups of keys and values in flight. Each group of lanes keeps an online
+// softmax; they are merged once, at the end, in a fixed order.
+// Parts: where sequences times heads are too few blocks, a cache is cut into SPLITS parts, or into parts of PART positions, longer
+// ones where SPLITS are too few. The block that finishes a head last merges them. With PART the cuts, and so the bits, do not
+// depend on the rest of the launch.
+// Arguments: positions 0 ... length-1 of a slot are read, with window > 0 the last `window` of them. Lane i has slot lanes[i], or
+// slot i if `lanes` is null. `new_k` and `new_v`, if given, are key and value of the last position; they are stored in the cache.
+// Codes: a cache of codes (kv_codes.cuh) has `scales`. A key's scales its score, a value's its weight, so codes are multiplied
+// directly; in fp16 with heads of 64 on tensor cores (code_attention.cuh). The new key and value are quantised first, so that
+// this step sees the same values as later steps.
+// Contract: `lanes`, `length` and the cache are read before the preceding launches end, so none of them may write these. In the
+// engine they were written before the graph of the step began, and graphs do not overlap.
+// Memory traffic: keys and values once.
 #pragma once
 #include "code_attention.cuh"
 #include "online.cuh"
@@ -22,13 +21,13 @@
 
 namespace warpline {
 
-// An unfinished result over some of the keys: a lane's part of the output, and the softmax it belongs to.
+// The unfinished result over some keys: a lane's part of the output, and its softmax.
 template <int SIZE>
 struct Partial {
     OnlineSoftmax softmax;
     float out[SIZE] = {};
 
-    // Merge with the partial results of lanes at xor-distance FROM, FROM / 2, ... TO.
+    // Merges with the partial results of lanes at xor distance FROM, FROM / 2, ... TO.
     template <int FROM, int TO>
     __device__ __forceinline__ void merge_lanes(float factor) {
 #pragma unroll
@@ -45,7 +44,7 @@ struct Partial {
     }
 };
 
-// One column of unfinished results, merged: the first `count` of MOST. Each lies in a row of DEPTH columns, largest score and sum.
+// Merges one column of the first `count` of MOST unfinished results. Each is a row of DEPTH columns, largest score and sum.
 template <int MOST, int DEPTH, typename Load>
 __device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float factor, int count = MOST) {
     Partial<1> merged;
@@ -63,7 +62,7 @@ __device__ __forceinline__ Partial<1> merge_rows(Load load, int column, float fa
     return merged;
 }
 
-// S is what the cache holds: T, or codes.
+// S is the storage type of the cache: T, or codes.
 template <typename T, int DEPTH, int WARPS, int UNROLL, int SPLITS, int PART, typename S>
 __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<T> new_v, View<S> k, View<S> v,
                                                  View<float> scales, const long long* length, const long long* lanes, T* y,
@@ -71,12 +70,12 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
                                                  float scale) {
     constexpr bool CODED = IS_CODE<S>, TENSOR = CODED && IS_SAME<T, __half> && DEPTH == 64;
     constexpr int WIDTH = vector_width<S>(DEPTH), VECTORS = DEPTH / WIDTH;
-    constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // that share a key
+    constexpr int LANES = VECTORS > 16 ? 32 : VECTORS > 8 ? 16 : VECTORS > 4 ? 8 : 4;  // lanes per key
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH, AT_ONCE = WARPS * (WARP / LANES);
     using Pack = Vec<S, WIDTH>;
     __shared__ float stored[WARPS * (DEPTH + 2)];
 
-    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: lane of the batch and head
+    const int split = blockIdx.x % SPLITS, row = blockIdx.x / SPLITS;  // row: lane of the batch, head
     const int sequence = row / heads, head = row % heads;
     const int slot = lanes == nullptr ? sequence : static_cast<int>(lanes[sequence]);
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
@@ -92,11 +91,11 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     const S* keys = k.rows(slot, head);
     const S* values = v.rows(slot, head);
     const float* scale_pairs = CODED ? scales.rows(slot, head) : nullptr;
-    const bool brings = new_k.data != nullptr && from < to && to == end;  // whether the newest position is this block's
+    const bool brings = new_k.data != nullptr && from < to && to == end;  // this block has the newest position
     const int cached = brings ? end - 1 : to;
     Pack key[UNROLL][STEPS], value[UNROLL][STEPS];
-    // Tensor cores take from a lane an eighth of two values, which are not those of its key but of a pair of the warp's eight:
-    // where the first is, seen from its key.
+    // On tensor cores a lane takes an eighth of two values. They belong to another pair of the warp's eight keys, not to the
+    // lane's own key; its_first is the position of the first, relative to that key.
     constexpr int OWN = TENSOR ? 2 : 1;
     const int eighth = group % (WARP / LANES), its_first = TENSOR ? 2 * lane - eighth : 0;
     ScalePair scaled[UNROLL][OWN];
@@ -131,8 +130,8 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         }
     };
     load(from + group);
-    // What registers have no room for is on its way to L2 meanwhile; not all of a long context, which L2 would not keep.
-    // Blocks of a few warps are so many that what the first ask for would be in the way of the others.
+    // Prefetches into L2 what registers have no room for; only a part of a long context, which L2 would not keep. Not for blocks
+    // of few warps: there are so many of them that prefetches would delay the first loads of others.
     constexpr int HELD = AT_ONCE * UNROLL, PREFETCHED = WARPS < 4 ? 0 : 128, LINE = 128 / static_cast<int>(sizeof(S));
     for (int i = threadIdx.x; i < PREFETCHED && from + HELD + i < cached; i += WARPS * WARP) {
         const int position = from + HELD + i;
@@ -146,7 +145,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
 
     float query[SIZE];
     CodeAttention tensor;
-    Pack newest_key[1][STEPS], newest_value[1][STEPS];  // the first group's
+    Pack newest_key[1][STEPS], newest_value[1][STEPS];  // used by the first group
     ScalePair newest_scaled[1][OWN] = {};
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
@@ -170,7 +169,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
     }
     if constexpr (CODED) {
         if (brings && threadIdx.x < WARP) {
-            // One after the other, so that both need the registers of one. Lanes of other groups have zeros.
+            // One after the other, so that they share registers. Lanes of other groups have zeros.
             const auto encode = [&](const View<T>& fresh, Pack (&packs)[STEPS], const S* row) {
                 float numbers[SIZE];
                 S codes[SIZE];
@@ -200,7 +199,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         }
     }
     Partial<SIZE> mine;
-    // Keys and values of some positions, of which those count that `is_there`.
+    // Adds some keys and values; those count for which is_there(u).
     const auto take = [&](auto& key, auto& value, auto& scaled, auto is_there) {
         constexpr int COUNT = sizeof(key) / sizeof(key[0]);
         float score[COUNT], largest = LOWEST;
@@ -242,7 +241,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
             take(newest_key, newest_value, newest_scaled, [&](int) { return group == 0; });
         }
     }
-    for (int first = from + group; first < cached + group; first += AT_ONCE * UNROLL) {  // as often for every group
+    for (int first = from + group; first < cached + group; first += AT_ONCE * UNROLL) {  // same trip count in all groups
         if (first >= from + AT_ONCE) load(first);
         if constexpr (TENSOR) {
             tensor.take(key, value, scaled, factor, [&](int u, int e) { return first + u * AT_ONCE + its_first + e < cached; });
@@ -251,7 +250,7 @@ __device__ __forceinline__ void decode_attention(View<T> q, View<T> new_k, View<
         }
     }
 
-    // The groups of a warp, then the warps of the block, then the blocks of the head.
+    // Merge the groups of a warp, then the warps of the block, then the blocks of the head.
     if constexpr (TENSOR) {
         tensor.finish(mine.softmax, mine.out);
     } else {

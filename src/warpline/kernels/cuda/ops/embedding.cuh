@@ -1,18 +1,18 @@
 // Token and position embedding: y = wte[id] + wpe[position], row by row.
 //
-// Traffic: two rows of COLUMNS elements in, one out. Rows are gathered, but each is read in whole vectors. Those of wte may
-// be int8 codes (W), each row with a scale.
+// Memory traffic: two rows of COLUMNS elements in, one out. Rows are gathered, each in whole vectors. Rows of wte may be int8
+// codes (W) with a scale per row.
 #pragma once
 #include "row.cuh"
 
 namespace warpline {
 
-// The sum of two rows, of which the first is stored as W and multiplied by `scale`.
+// Sum of two rows; the first is stored as W and multiplied by `scale`.
 template <typename Slice, typename T, typename W>
 __device__ __forceinline__ void add_embeddings(const W* token_row, float scale, const T* place_row, T* y) {
     using Pack = Vec<W, Slice::WIDTH>;
     Slice place;
-    place.load(place_row);  // known first
+    place.load(place_row);  // its address is known first
     Pack token[Slice::STEPS];
 #pragma unroll
     for (int step = 0; step < Slice::STEPS; ++step) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void add_embeddings(const W* token_row, float scale, 
         if (place.holds(step)) token[step] = reinterpret_cast<const Pack*>(token_row)[place.index(step)];
     }
 #pragma unroll
-    for (int i = 0; i < Slice::STEPS * Slice::WIDTH; ++i) {  // a code becomes a float by itself
+    for (int i = 0; i < Slice::STEPS * Slice::WIDTH; ++i) {  // to_float also converts codes
         place.value[i] = fmaf(to_float(token[i / Slice::WIDTH].at[i % Slice::WIDTH]), scale, place.value[i]);
     }
     place.store(y);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void embedding(const long long* ids, const long long*
     add_embeddings<Slice>(wte + ids[row] * COLUMNS, 1.f, wpe + positions[row] * COLUMNS, y + static_cast<long long>(row) * COLUMNS);
 }
 
-// The embedding of the token at `position` of a slot, at that place. `scale` is null where there is none.
+// Embedding of the token at `position` of a slot. `scale` is null if wte has no scales.
 template <typename Slice, int COLUMNS, typename T, typename W>
 __device__ __forceinline__ void embed_token(const long long* tokens, const W* wte, const float* scale, const T* wpe, T* y,
                                             int row, long long slot, long long position, int capacity) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void embed_token(const long long* tokens, const W* wt
                           y + static_cast<long long>(row) * COLUMNS);
 }
 
-// Of prompts, packed: row r is the token at row_positions[r] of slot row_slots[r].
+// Packed prompts: row r is the token at row_positions[r] of slot row_slots[r].
 template <typename T, typename W, int COLUMNS, int BLOCK, int ROW_WARPS>
 __device__ __forceinline__ void prompt_embedding(const long long* tokens, const long long* row_slots,
                                                  const long long* row_positions, const W* wte, const float* scale,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void prompt_embedding(const long long* tokens, const 
     embed_token<Slice, COLUMNS>(tokens, wte, scale, wpe, y, row, row_slots[row], row_positions[row], capacity);
 }
 
-// Of each lane the newest token of its slot: the one at length - 1.
+// The newest token of each lane's slot: the one at length - 1.
 template <typename T, typename W, int COLUMNS, int BLOCK, int ROW_WARPS>
 __device__ __forceinline__ void newest_embedding(const long long* tokens, const long long* length, const long long* lanes,
                                                  const W* wte, const float* scale, const T* wpe, T* y, int rows,

@@ -1,12 +1,12 @@
-// int8 codes as plain numbers: y = codes * scale, row by row; for products of many rows, which read numbers.
+// Expands int8 codes: y = codes * scale, row by row, for products of many rows, which need weights in T.
 //
-// Traffic: a byte in and sizeof(T) out for each weight. What was written is read next, and small matrices are in L2 then.
+// Memory traffic: one byte in and sizeof(T) out per weight. The result is read next; small matrices are still in L2 then.
 #pragma once
 #include "common.cuh"
 
 namespace warpline {
 
-// BYTES is how much of a row travels in one store, where its length allows it.
+// BYTES is the widest store, where the row length allows it.
 template <typename T, int COLUMNS, int BLOCK, int UNROLL, int BYTES>
 __device__ __forceinline__ void expand(const signed char* codes, const float* scale, T* y, int rows) {
     constexpr int WIDTH = vector_width<T>(COLUMNS, BYTES), PER_ROW = COLUMNS / WIDTH;

@@ -1,21 +1,19 @@
-// Causal attention of many queries, without ever storing the scores: y = softmax(q k^T scale) v.
+// Causal attention of many queries without storing the scores: y = softmax(q k^T scale) v.
 //
-// The idea: a block owns QUERIES neighbouring queries of one head and walks over the keys they can see, KEYS at a time.
-// It keeps a running maximum, a running sum and the unfinished output of each query in registers and rescales them when
-// the maximum grows (the online softmax). Half precision runs on tensor cores: the scores of a warp's 16 rows leave the
-// first product in just the registers in which the second one takes its left operand. Keys and values of the next step
-// are on their way while this one is computed. Where there are few blocks, TEAMS of warps take steps in turn, each with a
-// softmax and a ring of its own: no team waits for another before their results are merged, in order, at the end.
-// Two ops have their queries and keys in different places, which AttentionSpan knows:
-//   flash_attention   a rectangle: the queries are the last of the keys' positions, query i at position i + keys - queries.
-//                     Of sequence b the first length[b] positions exist, and a query beyond them gets zeros
-//   prompt_attention  packed rows: the new tokens of a slot, whose older ones are in its cache. New keys and values go into
-//                     the cache on the way; or, where that holds codes, they were put there before, and k and v are what
-//                     these mean. A table has an entry for every QUERIES of them, and the host puts first what takes longest
-// With window > 0 a query sees that many positions, its own included, and keys that no query of the block can see are never
-// read. `length` and the table are read before the launches ahead have ended: where launches overlap, none of those may write
-// them. In the engine they were written before the pass began, and so was what the cache holds of older tokens.
-// Traffic: q and y once; k and v once per block, mostly from L2.
+// The idea: a block owns QUERIES neighbouring queries of one head and walks over their visible keys, KEYS at a time, with an
+// online softmax in registers. In half precision it uses tensor cores: the scores leave the first product in the registers in
+// which the second one takes its left operand. The next keys and values are in flight meanwhile. Where there are few blocks,
+// TEAMS of warps take steps in turn, each with its own softmax and ring; their results are merged in order at the end.
+// Two ops differ in where queries and keys are (AttentionSpan):
+//   flash_attention   a rectangle: the queries are the last positions, query i at position i + keys - queries. Sequence b has
+//                     length[b] positions; queries beyond them get zeros
+//   prompt_attention  packed rows: the new tokens of a slot; older ones are in its cache. New keys and values are stored in the
+//                     cache. A cache of codes has them already, and k and v hold their rounded values. A table has one entry per
+//                     QUERIES new tokens; the host puts the longest work first
+// With window > 0 a query sees that many positions, its own included; keys that no query of the block sees are not read.
+// Contract: `length` and the table are read before the preceding launches end, so none of them may write these. In the engine a
+// copy at the start of the pass writes the table, and no kernel of the pass begins before it has ended.
+// Memory traffic: q and y once; k and v once per block, mostly from L2.
 #pragma once
 #include "online.cuh"
 #include "ops/flash_span.cuh"
@@ -23,7 +21,7 @@
 
 namespace warpline {
 
-// A team's own barrier.
+// A barrier of one team.
 template <int TEAM, int TEAMS>
 __device__ __forceinline__ void sync_team(int team) {
     if constexpr (TEAMS == 1) {
@@ -33,7 +31,7 @@ __device__ __forceinline__ void sync_team(int team) {
     }
 }
 
-// Half precision, on tensor cores: TEAMS of WARPS, multiplied as `Tiles` has it.
+// Half precision on tensor cores: TEAMS of WARPS; `Tiles` does the products.
 template <typename Tiles, typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename S,
           typename Span>
 __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T> k, View<T> v, const CacheViews<S>& cache,
@@ -45,7 +43,7 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
     T* tile_q = Tiles::memory();
     T* ring = tile_q + QUERIES * ROW + team * (STAGES * STAGE);
 
-    constexpr int SHARE = QUERIES / TEAMS;  // of the queries, to be fetched by a team
+    constexpr int SHARE = QUERIES / TEAMS;  // queries that a team fetches
     const int its_query = span.first_query + team * SHARE;
     typename Tiles::template Mover<SHARE, TEAM> move_q(span.query(q), q.row);
     move_q.fetch(tile_q + team * (SHARE * ROW), its_query * q.row, span.queries - its_query, DEPTH);
@@ -54,7 +52,7 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
     constexpr int AHEAD = Mover::ASYNC ? STAGES - 1 : 1;
     Mover move_k(span.key(k), k.row);
     Mover move_v(span.key(v), v.row);
-    // Of this team: the steps whose number says so, whatever the block's first one is.
+    // A team takes the steps with its number modulo TEAMS, whatever the block's first step is.
     const int first_step = span.first_step + (team + TEAMS - span.first_step % TEAMS) % TEAMS;
     const int turns = ceil_div(max(0, span.last_step - first_step), TEAMS);
     const auto fetch = [&](int turn) {
@@ -70,7 +68,7 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
     };
     const auto deposit = [&](int turn) {
         T* stage = ring + turn % STAGES * STAGE;
-        if (span.is_cached((first_step + turn * TEAMS) * KEYS)) return;  // it is there already
+        if (span.is_cached((first_step + turn * TEAMS) * KEYS)) return;  // fetch_cached stored it already
         move_k.deposit(stage);
         move_v.deposit(stage + KEYS * ROW);
     };
@@ -125,7 +123,7 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
 #pragma unroll
         for (int m = 0; m < MS; ++m) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // rows lane / 4 and lane / 4 + 8 of the sixteen
+            for (int half = 0; half < 2; ++half) {  // rows lane / 4 and lane / 4 + 8 of the 16
                 float largest = LOWEST;
 #pragma unroll
                 for (int n = 0; n < NS; ++n) {
@@ -152,10 +150,10 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
         if (turn + AHEAD < turns) deposit(turn + AHEAD);
     }
     if constexpr (TEAMS > 1) {
-        // What a thread has of its team's results: for each of its rows the softmax, and its columns of the output.
+        // Each thread's results of its team: for each of its rows the softmax and its columns of the output.
         constexpr int COUNT = 2 + D / 4;
         float* all = dynamic_shared<float>() + threadIdx.x;
-        __syncthreads();  // keys and values are not read any more
+        __syncthreads();  // keys and values have been read
         if (team > 0) {
 #pragma unroll
             for (int i = 0; i < MS * 2; ++i) {
@@ -210,7 +208,7 @@ __device__ __forceinline__ void flash_tensor(const Span& span, View<T> q, View<T
     }
 }
 
-// Float, on ordinary units: 256 threads as 16 x 16, each with every sixteenth query, key and column of the output.
+// float without tensor cores: 256 threads as 16 x 16, each with every sixteenth query, key and column of the output.
 template <int DEPTH, int QUERIES, int KEYS, int WARPS, typename S, typename Span>
 __device__ __forceinline__ void flash_plain(const Span& span, View<float> q, View<float> k, View<float> v,
                                             const CacheViews<S>& cache, float* y, int heads, int window, float scale) {
@@ -331,7 +329,7 @@ __device__ __forceinline__ void attend(const Span& span, View<T> q, View<T> k, V
     if constexpr (sizeof(T) == 4) {
         flash_plain<DEPTH, QUERIES, KEYS, WARPS>(span, q, k, v, cache, y, heads, window, scale);
     } else {
-        // Four warps with 16 queries each multiply together, where they can.
+        // Four warps with 16 queries each use wgmma, where the GPU has it.
         constexpr int MS = QUERIES / WARPS / 16;
         constexpr bool GROUPS = HAS_WARPGROUPS && DEPTH == GROUP_ROW && MS == 1 && WARPS % 4 == 0 && KEYS % 64 == 0;
         using Tiles = typename FlashTiles<GROUPS, T, DEPTH, MS, KEYS>::Type;
@@ -347,14 +345,13 @@ __device__ __forceinline__ void flash_attention(View<T> q, View<T> k, View<T> v,
     attend<T, DEPTH, QUERIES, KEYS, WARPS, TEAMS, STAGES>(span, q, k, v, CacheViews<T>{}, y, heads, window, scale);
 }
 
-// S is what the cache holds: T, or codes.
+// S is the storage type of the cache: T, or codes.
 template <typename T, int DEPTH, int QUERIES, int KEYS, int WARPS, int TEAMS, int STAGES, typename S>
 __device__ __forceinline__ void prompt_attention(View<T> q, View<T> k, View<T> v, const int* tiles, View<S> cache_k,
                                                  View<S> cache_v, View<float> scales, T* y, int heads, int window,
                                                  float scale) {
     const AttentionSpan<QUERIES, KEYS, true> span(tiles, heads, window);
-    // An entry without tokens only fills the table. One block waits all the same: what is launched behind this one, and
-    // waits for it, relies on what was launched ahead.
+    // Entries without tokens pad the table. Block 0 waits even then: launches that wait for this one rely on those before it.
     if (span.queries == 0 && blockIdx.x > 0) return;
     await_previous_launch();
     if (span.queries == 0) return;

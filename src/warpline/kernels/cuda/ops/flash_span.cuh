@@ -1,28 +1,28 @@
-// Which queries and keys a block of FlashAttention has, where they are, and what it puts into the KV cache.
+// The queries and keys of a block of FlashAttention, their addresses, and what the block stores in the KV cache.
 //
-// Steps begin at multiples of KEYS, whatever is in the cache, so that where a key comes from matters to the fetching alone.
-// Tried and lost: steps of cached keys, the last of them cut short, then steps of new ones. What that adds to the mask costs
-// nine registers, and 16 prompts of 1,024 tokens took 118 us on an H200, where this takes 105.
+// The idea: steps begin at multiples of KEYS whatever is in the cache, so only fetching depends on where a key comes from.
+// Tried and lost: steps of cached keys, the last one cut short, then steps of new ones. The wider mask costs nine registers, and
+// 16 prompts of 1,024 tokens took 118 us on an H200 instead of 105.
 #pragma once
 #include "kv_codes.cuh"
 #include "tile.cuh"
 
 namespace warpline {
 
-// What one block has to do: some queries of one head of one sequence, and the keys they see together, in steps of KEYS. Where
-// there is a cache, keys at positions below `start` are in it, and those from `start` on are new.
+// The work of one block: some queries of one head of one sequence, and the keys that they see together, in steps of KEYS. With a
+// cache, keys at positions below `start` are in it, and those from `start` on are new.
 template <int QUERIES, int KEYS, bool HAS_CACHE>
 struct AttentionSpan {
     static constexpr int COUNT = QUERIES;
     static constexpr bool CACHED = HAS_CACHE;
     int sequence, head;               // of q, k and v
     int slot, start;                  // of the cache
-    int query_row, key_row;           // of q where query 0 is, of k and v where position 0 is, or would be
-    int queries, first_query, shift;  // of the sequence, and of the block; a query's position is its number plus `shift`
+    int query_row, key_row;           // row of query 0 in q; row of position 0 in k and v, or where it would be
+    int queries, first_query, shift;  // of the sequence; of the block; position of a query minus its index
     int positions;                    // of the sequence
     int first_step, last_step;
 
-    // Of a rectangle. The last queries see the most keys: they come first, so that no SM waits for them at the end.
+    // Of a rectangle. The last queries see the most keys, so they come first, and no SM has to wait for them at the end.
     __device__ __forceinline__ AttentionSpan(const long long* length, int batch, int heads, int queries, int keys, int window)
         : slot(0), start(0), query_row(0), key_row(0), queries(queries), shift(keys - queries) {
         const int lanes = batch * heads, tiles = ceil_div(queries, QUERIES);
@@ -33,7 +33,7 @@ struct AttentionSpan {
         count_steps(window);
     }
 
-    // Of a table's entry: slot, start, the row of the first new token, the first query, how many new tokens there are.
+    // Of a table entry: slot, start, row of the first new token, first query, number of new tokens.
     __device__ __forceinline__ AttentionSpan(const int* tiles, int heads, int window) : sequence(0) {
         const int* entry = tiles + static_cast<int>(blockIdx.x) / heads * 8;
         head = static_cast<int>(blockIdx.x) % heads;
@@ -47,13 +47,13 @@ struct AttentionSpan {
         count_steps(window);
     }
 
-    // Where query 0 is, and where the key or value of position 0 is, or would be if it were new.
+    // Address of query 0, and of the key or value of position 0 (or where it would be if it were new).
     template <typename T>
     __device__ __forceinline__ const T* query(const View<T>& q) const { return q.rows(sequence, head) + query_row * q.row; }
     template <typename T>
     __device__ __forceinline__ const T* key(const View<T>& k) const { return k.rows(sequence, head) + key_row * k.row; }
 
-    // Where the output of a query is.
+    // Address of a query's output.
     template <typename T>
     __device__ __forceinline__ T* output(T* y, int query, int heads, int depth) const {
         return y + ((static_cast<long long>(sequence) * queries + query_row + query) * heads + head) * depth;
@@ -71,14 +71,14 @@ struct AttentionSpan {
     }
 };
 
-// The KV cache of a block: numbers, or codes and their scales.
+// The KV cache of a block: values, or codes and their scales.
 template <typename S>
 struct CacheViews {
     View<S> k, v;
     View<float> scales;
 };
 
-// A chunk of a row as it stands in a tile, with zeros behind DEPTH: numbers as they are, or what codes mean.
+// A chunk of a row as a tile has it, with zeros beyond DEPTH; codes are expanded.
 template <typename T, int DEPTH, typename S>
 __device__ __forceinline__ Vec<T, CHUNK<T>> read_chunk(const S* row, int column, float scale = 1.f) {
     constexpr int WIDTH = vector_width<S>(DEPTH, CHUNK<T> * sizeof(S));
@@ -97,15 +97,15 @@ __device__ __forceinline__ Vec<T, CHUNK<T>> read_chunk(const S* row, int column,
     return held;
 }
 
-// Keys (WHICH is 0) or values (1) of a step that begins in the cache, into their tile: ROWS of DEPTH, and zeros up to COLUMNS.
-// `place(row, chunk)` says where they go; THREADS do it. Where copies run by themselves, these do; codes are read, several
-// chunks at once, and what they mean is stored.
+// Fetches the keys (WHICH = 0) or values (1) of a step that begins in the cache into their tile: ROWS of DEPTH, zeros up to
+// COLUMNS, at place(row, chunk), by THREADS threads. Values are copied asynchronously where possible; codes are loaded several
+// chunks at once, expanded and stored.
 template <typename Mover, int ROWS, int DEPTH, int COLUMNS, int THREADS, int WHICH, typename T, typename S, typename Span,
           typename Place>
 __device__ __forceinline__ void fetch_cached(const CacheViews<S>& views, const View<T>& fresh, Span span, int first_key, T* tile,
                                              Place place) {
-    // Hidden from the compiler, which would work out all that follows from them ahead of the first step and keep it in
-    // registers, of which every step needs many: 139 instead of 117 in fp16 on sm_90.
+    // Hidden from the compiler, which would otherwise compute all addresses before the first step and keep them in registers: 139
+    // instead of 117 in fp16 on sm_90.
     asm volatile("" : "+r"(span.slot), "+r"(span.head), "+r"(span.key_row));
     const View<S>& cache = WHICH == 0 ? views.k : views.v;
     const S* older = cache.rows(span.slot, span.head);
@@ -161,9 +161,9 @@ __device__ __forceinline__ void fetch_cached(const CacheViews<S>& views, const V
     }
 }
 
-// Where there is a cache, the new keys and values at the positions of a block's queries go into it: each is some block's. This
-// is done with a step's tile of ROWS keys, or of their values, of which `place(row, chunk)` says where they stand, by THREADS.
-// A cache of codes has them already (quantise_kv).
+// With a cache, stores the new keys and values at the positions of the block's queries; every position belongs to one block. It
+// reads a step's tile of ROWS keys, or of their values, at place(row, chunk), with THREADS threads. A cache of codes already has
+// them (quantise_kv).
 template <int ROWS, int DEPTH, int THREADS, typename T, typename S, typename Span, typename Place>
 __device__ __forceinline__ void keep(const View<S>& cache, const T* tile, const Span& span, int first_key, Place place) {
     if constexpr (IS_CODE<S>) return;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void keep(const View<S>& cache, const T* tile, const 
     S* target = const_cast<S*>(cache.rows(span.slot, span.head)) + first_key * cache.row;
 #pragma unroll 1
     for (int begin = threadIdx.x; begin < COUNT; begin += AT_ONCE * THREADS) {
-        Pack held[AT_ONCE];  // all are read before one is written: the compiler is not told that these do not overlap
+        Pack held[AT_ONCE];  // all loads before the first store: the compiler cannot know that they do not overlap
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int n = min(begin + i * THREADS, COUNT - 1), column = n % VECTORS * WIDTH;

@@ -1,6 +1,6 @@
-// How FlashAttention multiplies its tiles in half precision: warp by warp, or four warps together where the GPU can.
-// Either way a warp ends with MS times 16 rows, in the registers of m16n8k16: the weights of a product that is done are
-// in the place where the next one takes its left operand.
+// Products of FlashAttention in half precision: warp by warp (mma), or four warps together (wgmma) where the GPU can. In both a
+// warp has MS times 16 rows in the registers of m16n8k16, so the weights are already where the next product takes its left
+// operand.
 #pragma once
 #include "tile.cuh"
 #include "warpgroup.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ void pack_rows(unsigned (&f)[4], const float (&weight
     }
 }
 
-// ldmatrix and mma. A warp with 16 queries keeps their fragments; more would not fit beside the output, and are loaded
+// ldmatrix and mma. A warp with 16 queries keeps their fragments; with more they do not fit beside the output and are loaded
 // again for every tile of keys.
 template <typename T, int DEPTH, int MS, int KEYS>
 struct WarpTiles {
@@ -34,7 +34,7 @@ struct WarpTiles {
     static __device__ __forceinline__ int place(int row, int chunk) { return row * ROW + chunk * CHUNK<T>; }
     static __device__ __forceinline__ void show() {}
 
-    // The queries of this warp, once they are there; `tile` is the block's.
+    // Loads the queries of this warp. Requires: the block's `tile` is complete.
     __device__ __forceinline__ WarpTiles(const T* tile, int warp) : queries(tile + warp * (MS * 16) * ROW) {
         if constexpr (KEEPS) {
 #pragma unroll
@@ -98,7 +98,7 @@ struct GroupTiles {
 
     const unsigned long long queries;
 
-    // The launch has more than these 1,024 bytes to spare: it counts 16 bytes more for every row.
+    // The launch has these 1,024 bytes to spare: it counts 16 bytes more per row.
     static __device__ __forceinline__ T* memory() { return group_memory<T>(); }
     static __device__ __forceinline__ int place(int row, int chunk) { return group_place(row, chunk); }
     static __device__ __forceinline__ void show() { show_copies(); }
@@ -141,7 +141,7 @@ struct GroupTiles {
 };
 #endif
 
-// Which of them.
+// The type to use: wgmma if GROUPS.
 template <bool GROUPS, typename T, int DEPTH, int MS, int KEYS>
 struct FlashTiles {
     using Type = WarpTiles<T, DEPTH, MS, KEYS>;

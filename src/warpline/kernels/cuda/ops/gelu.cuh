@@ -1,12 +1,12 @@
-// GELU in its tanh form, alone and behind a bias: y = g(x), y = g(x + bias).
+// GELU in its tanh form, with or without a bias: y = g(x), y = g(x + bias).
 //
-// The idea: 0.5 x (1 + tanh u) is x / (1 + exp(-2u)), which keeps its relative accuracy for negative x, where 1 + tanh u
-// cancels, and takes two of the special-function unit's instructions, each good to about 2^-22. The fast form takes
-// tanh.approx, one such instruction, with a relative error of about 2^-11: close to fp16's own rounding, visible in fp32.
-// Traffic: one element in, one out. Small blocks of threads with one vector each come closest to a copy; a few elements
-// are spread over more threads by narrower vectors.
-// Tried and lost: expf and IEEE division, some 25 instructions an element; in half precision the kernel was then bound by
-// arithmetic, at 70 % of a copy's bandwidth instead of memory's.
+// The idea: 0.5 x (1 + tanh u) equals x / (1 + exp(-2u)), which stays accurate for negative x, where 1 + tanh u cancels. It takes
+// two special-function instructions, each good to about 2^-22. The fast form is one tanh.approx with a relative error of about
+// 2^-11: near fp16's own rounding, visible in fp32.
+// Memory traffic: one element in, one out. Small blocks of threads with one vector each come closest to a copy; for few elements,
+// narrower vectors use more threads.
+// Tried and lost: expf and IEEE division, some 25 instructions per element; in half precision the kernel was then bound by
+// arithmetic, at 70 % of a copy's bandwidth.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ float gelu_of(float x) {
     return x * rcp_approx(1.f + exp2_approx(-2.f * LOG2_E * u));
 }
 
-// `bias` is null where there is none. BYTES is how much of a row travels in one load or store, where its length allows it.
+// `bias` may be null. BYTES is the widest load or store, where the row length allows it.
 template <typename T, int COLUMNS, bool FAST, int BLOCK, int UNROLL, int BYTES>
 __device__ __forceinline__ void gelu(const T* x, const T* bias, T* y, int rows) {
     constexpr int WIDTH = vector_width<T>(COLUMNS, BYTES), PER_ROW = COLUMNS / WIDTH;

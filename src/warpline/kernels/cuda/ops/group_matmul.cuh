@@ -1,21 +1,20 @@
-// Product of some rows with what comes before and after it: y = act(standardised(x) weight^T + bias) + residual.
+// Product of many rows with LayerNorm before and activation and residual after it:
+// y = act(standardised(x) weight^T + bias) + residual.
 //
-// The idea: tensor cores wait for nothing but the first tile. A block owns M rows and N outputs; one warp does nothing but ask
-// for tiles, x by a tensor map, into a ring of STAGES, and warpgroups multiply 64 rows each (wgmma), or, where there are no
-// more, half of the outputs each, and give a stage back when they have read it. Weights, which lie in tiles, set out before the
-// launch ahead has ended. A LayerNorm costs no launch: its weight and bias are part of the product's already, the product is
-// taken of x as it is, and the sums are corrected for mean and deviation of its rows in the end. Who wrote x has left these,
-// slice by slice.
-// Where there are many inputs or few outputs, the SPLITS blocks of a cluster share them: each warp sends its sums to the block
-// that finishes its rows, as they lie in registers, and they meet when all have sent.
-// The inputs are summed in SEGMENTS, and these are added in their order, by a cluster or by one block: so a row has the same
-// bits whatever tiles its product has, if CHAINS and SEGMENTS are the same.
-// CHAINS are sums of every other part of the inputs that do not wait for each other; two help where products are short.
-// What is finished stays in registers until it is rounded, and leaves through shared memory in whole vectors.
-// Traffic: x once for every N outputs and weight once for every M rows, from L2; y once.
-// Tried and lost: a ring that all threads fill (cp.async), 17 µs for GPT-2's FC of 1,024 rows; sums finished by way of shared
-// memory in float, 14 µs, of which 5 behind the last product; blocks that begin with different tiles, 676 instead of 634 µs for
-// a prompt of 1,023 tokens, because L2 merges what is asked for at once.
+// The idea: a block owns M rows and N outputs. One producer warp copies tiles, those of x by a tensor map, into a ring of STAGES;
+// warp groups multiply 64 rows each (wgmma), or half of the outputs each if M is 64, and release a stage when they have read it.
+// Weights are in tiles, and their copies start before the preceding launch ends.
+// LayerNorm costs no launch: its weight and bias are folded into the product's, and the sums are corrected by mean and deviation
+// of the rows, which the op that wrote x left.
+// Many inputs or few outputs: the SPLITS blocks of a cluster share the inputs (split-K). Each warp sends its sums, in register
+// layout, to the block that finishes its rows.
+// Order of sums: inputs are summed in SEGMENTS, which are added in order, by a cluster or by one block, so a row's bits depend
+// only on CHAINS and SEGMENTS, not on the tiles. CHAINS are independent sums of alternate parts of the inputs; two help where
+// products are short.
+// Memory traffic: x once for every N outputs and weight once for every M rows, from L2; y once, in whole vectors.
+// Tried and lost: a ring that all threads fill (cp.async), 17 µs for GPT-2's FC of 1,024 rows; sums finished in shared memory in
+// float, 14 µs, of which 5 after the last product; blocks that begin with different tiles, 676 instead of 634 µs for a prompt of
+// 1,023 tokens, because L2 merges simultaneous requests.
 #pragma once
 #include "cluster.cuh"
 #include "ops/gelu.cuh"
@@ -26,28 +25,28 @@
 namespace warpline {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// `statistics` of x and `weight_sums`, of every output's weights, are null where there is no LayerNorm; `residual` and, for
-// whoever standardises y, `left_statistics` where nobody needs them.
+// `statistics` of x and `weight_sums` of every output are null without LayerNorm. `residual` may be null, and so may
+// `left_statistics`, which the op that standardises y needs.
 template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int SPLITS, int STAGES, int CHAINS, int SEGMENTS, typename B>
 __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* statistics, const T* weight,
                                              const float* weight_sums, const B* bias, const T* residual, T* y,
                                              float* left_statistics, int rows, float epsilon) {
     constexpr int PART = INPUTS / SPLITS, TILES = PART / GROUP_ROW, ACROSS = ceil_div(OUTPUTS, N);
     constexpr int X_TILE = M * GROUP_ROW, STAGE = (M + N) * GROUP_ROW, ROW_BYTES = 2 * GROUP_ROW;
-    // A warp multiplies 16 rows with NS times eight outputs. Behind those that do is the one that copies.
+    // A warp multiplies 16 rows with NS times eight outputs. The producer warp comes after these.
     constexpr int HALVES = M == 64 && N >= 32 ? 2 : 1, NS = N / 8 / HALVES, COPIER = M / 16 * HALVES, WORKERS = COPIER * WARP;
-    constexpr int FINISHERS = M / 16 / SPLITS;  // of each half, whose rows this block finishes
-    constexpr int OWN = SEGMENTS / SPLITS;      // segments of the inputs that this block sums, one after the other
+    constexpr int FINISHERS = M / 16 / SPLITS;  // warps of each half whose rows this block finishes
+    constexpr int OWN = SEGMENTS / SPLITS;      // segments of the inputs that this block sums in turn
     static_assert(TILES * GROUP_ROW * SPLITS == INPUTS && OUTPUTS % SLICE == 0 && N % SLICE == 0);
     static_assert((SEGMENTS == SPLITS || SPLITS == 1) && TILES % OWN == 0);
-    static_assert(STAGES <= TILES && (STAGES > 1 || TILES == 1));  // a stage is given back when the next one is read
-    // The stages, and where they were, what is finished; behind both what the others of a cluster send.
+    static_assert(STAGES <= TILES && (STAGES > 1 || TILES == 1));  // a stage is released when the next one is read
+    // The stages, which the finished output later reuses; behind them the sums that the cluster's other blocks send.
     constexpr int PITCH = NS * 8 + 8, FINISHED = COPIER * 16 * PITCH, RING = STAGES * STAGE;
     T* stages = group_memory<T>();
     float4* received = reinterpret_cast<float4*>(stages + (RING > FINISHED ? RING : FINISHED));  // [other][half][NS][thread]
     using Standards = RowStandards<INPUTS, M, WORKERS>;
     __shared__ typename Standards::Shared standards;
-    __shared__ __align__(16) float2 lines[N];  // of every column its level, the bias, and its slope over the rows' means
+    __shared__ __align__(16) float2 lines[N];  // level (with the bias) and slope of every column, the factor of the rows' means
     __shared__ unsigned long long filled[STAGES], read[STAGES];
 
     const int block = static_cast<int>(blockIdx.x) / SPLITS, part = static_cast<int>(blockIdx.x) % SPLITS;
@@ -64,7 +63,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     }
     __syncthreads();
 
-    // As the sums lie in registers: this thread has, in each eight columns, two neighbours of two rows eight apart.
+    // The register layout of the sums: of each eight columns a thread has two neighbours of two rows eight apart.
     const int row_warp = warp % (M / 16), half = warp / (M / 16), pair = lane % 4 * 2;
     const int half_output = first_output + half * NS * 8;
     const auto row_of = [&](int upper) { return row_warp * 16 + upper * 8 + lane / 4; };
@@ -95,7 +94,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     };
     if (warp == COPIER) {
         if (lane == 0) {
-            // A tile has no more rows than there are: what stands behind them is multiplied, but nobody looks at it.
+            // A tile has at most `rows` rows. What the stage holds beyond them is multiplied, but not used.
             const int x_rows = rows < M ? rows : M;
             const int outputs = OUTPUTS % N == 0 || first_output + N <= OUTPUTS ? N : OUTPUTS - first_output;
             const T* tiles = weight + (static_cast<long long>(first_input / GROUP_ROW) * OUTPUTS + first_output) * GROUP_ROW;
@@ -108,7 +107,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
                 copy_tile(stages + t % STAGES * STAGE, x, first_input + t * GROUP_ROW, first_row, filled + t % STAGES);
             };
             fetch_description(x);
-            // Few blocks begin long before x is there. Many begin late, and x should not come behind all of their weights.
+            // Few blocks begin long before x is there. Many begin late, and their loads of x should not queue behind all weights.
             const int early = rows <= M ? STAGES : ceil_div(STAGES, 2);
             for (int t = 0; t < early; ++t) fetch_weights(t);
             await_previous_launch();
@@ -124,7 +123,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
         }
         __syncwarp();
     } else {
-        float level[ceil_div(N, WORKERS)] = {}, slope[ceil_div(N, WORKERS)] = {};  // of the columns that this thread looks up
+        float level[ceil_div(N, WORKERS)] = {}, slope[ceil_div(N, WORKERS)] = {};  // of the columns that this thread loads
         const auto each_column = [&](auto f) {
 #pragma unroll
             for (int i = 0; i < ceil_div(N, WORKERS); ++i) {
@@ -176,7 +175,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
     }
 
     if constexpr (SPLITS > 1) {
-        await_cluster();  // everybody has begun
+        await_cluster();  // all blocks of the cluster have begun
         const int finisher = row_warp % FINISHERS * WARP + lane;
         if (warp < COPIER && !finishes) {
             const int rank = row_warp / FINISHERS, from = part - (part > rank);
@@ -186,7 +185,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
             for (int n = 0; n < NS; ++n) store_in_cluster(there + n * FINISHERS * WARP * 16, sum[n]);
         }
         sync_cluster();
-        if (finishes) {  // in the order of the parts, whoever finishes
+        if (finishes) {  // in the order of the parts, in every block
 #pragma unroll
             for (int n = 0; n < NS; ++n) {
                 const float4 own = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
@@ -203,12 +202,12 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
             }
         }
     } else {
-        __syncthreads();  // the standards are there, and the stages are read
+        __syncthreads();  // the standards are stored, and the stages have been read
     }
     if (!finishes) return;
 
-    // Every warp has 16 rows, and a place for them where the stages were. Nothing is stored there before all of it is computed:
-    // the compiler would keep what is read behind it waiting.
+    // Each warp stages its 16 rows where the ring was. All values are computed before the first store, because the compiler does
+    // not move later loads before stores.
     T* staged = stages + warp * 16 * PITCH;
     const auto place_of = [&](int n, int upper) {
         return reinterpret_cast<Vec<T, 2>*>(staged + (upper * 8 + lane / 4) * PITCH + n * 8 + pair);
@@ -256,7 +255,7 @@ __device__ __forceinline__ void group_matmul(const TensorMap& x, const float* st
         *reinterpret_cast<Pack*>(y + at) = *reinterpret_cast<const Pack*>(staged + row * PITCH + column);
     });
     if (left_statistics == nullptr) return;
-    if constexpr (NS % 2 == 0) {  // always, where they are wanted: two times eight columns are a slice
+    if constexpr (NS % 2 == 0) {  // always true where statistics are wanted: a slice is two times eight columns
 #pragma unroll
         for (int i = 0; i < NS; ++i) {
             const int upper = i % 2, n = i / 2 * 2, row = first_row + row_of(upper), output = half_output + n * 8;

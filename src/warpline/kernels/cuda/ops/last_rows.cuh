@@ -1,6 +1,6 @@
-// Of two tensors the rows that `last` names, one to a lane: all that the end of a pass over prompts needs of their last block.
+// Copies the rows `last` of two tensors, one per lane: all that the end of a pass over prompts needs of the last layer.
 //
-// Traffic: two rows of COLUMNS elements in and out, for each lane.
+// Memory traffic: two rows of COLUMNS elements in and out per lane.
 #pragma once
 #include "row.cuh"
 

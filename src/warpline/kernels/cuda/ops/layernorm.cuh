@@ -1,14 +1,14 @@
 // LayerNorm of rows: y = (x - mean) / sqrt(variance + epsilon) * weight + bias.
 //
-// The idea: a row is held in registers by the warps that own it, so it is read once and written once, and mean and
-// variance are taken one after the other (the numerically safe way) at no extra traffic.
-// Traffic: rows x COLUMNS elements in, as many out; weight and bias stay in the caches.
+// The idea: the warps that own a row hold it in registers, so it is read once and written once. Mean and variance are computed
+// one after the other, which is numerically safe, without extra traffic.
+// Memory traffic: rows x COLUMNS elements in, as many out; weight and bias stay in the caches.
 #pragma once
 #include "row.cuh"
 
 namespace warpline {
 
-// Mean 0 and variance 1, in place. Every thread of the block must call it; `scratch` holds a float per warp.
+// Makes mean 0 and variance 1, in place. Requires: every thread of the block calls it; `scratch` holds a float per warp.
 template <typename T, int COLUMNS, int ROW_WARPS>
 __device__ __forceinline__ void standardise(RowSlice<T, COLUMNS, ROW_WARPS>& slice, float epsilon, float* scratch) {
     float sum = 0.f;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void layernorm(const T* x, const T* weight, const T* 
     __shared__ float scratch[BLOCK / WARP];
     using Slice = RowSlice<T, COLUMNS, ROW_WARPS>;
     const int row = Slice::template row<BLOCK>();
-    // A group beyond the last row repeats it, so that the block's barriers are met by all; only its store is left out.
+    // Threads beyond the last row repeat it without storing, so that every thread reaches the block's barriers.
     const long long at = static_cast<long long>(min(row, rows - 1)) * COLUMNS;
     Slice slice;
     slice.load(x + at);
@@ -43,8 +43,7 @@ __device__ __forceinline__ void layernorm(const T* x, const T* weight, const T* 
     if (row < rows) slice.store(y + at);
 }
 
-// The residual added first: sum = x + residual, y = LayerNorm(sum). The sum is rounded before it is normalised, as it
-// would be if two kernels did this.
+// With the residual: sum = x + residual, y = LayerNorm(sum). The sum is rounded before it is normalised, as two kernels would do.
 template <typename T, int COLUMNS, int BLOCK, int ROW_WARPS>
 __device__ __forceinline__ void residual_layernorm(const T* x, const T* residual, const T* weight, const T* bias, T* sum,
                                                    T* y, int rows, float epsilon) {

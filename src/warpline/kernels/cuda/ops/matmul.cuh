@@ -1,21 +1,21 @@
-// Matrix product with what follows it: y = act(x weight^T + bias) + residual, x [rows, INPUTS], weight [OUTPUTS, INPUTS].
+// Matrix product with epilogue: y = act(x weight^T + bias) + residual, x [rows, INPUTS], weight [OUTPUTS, INPUTS].
 //
-// The idea: a block owns a tile of y. Tiles of x and weight stream through a ring in shared memory, STAGES deep, while
-// the warps multiply what has arrived: half precision on tensor cores (ldmatrix and mma), float on ordinary units, both
-// accumulating in float. Fragments are loaded one slice ahead of the products, across the barrier too. Where there are few
-// rows, tiles are small and WARPS_K warps share one, each with its slices of the inputs; where there are many inputs as well,
-// the SPLITS blocks of a cluster share it. Sums meet in a fixed order.
-// Bias and GELU act on the sums in registers; the tile then goes through shared memory, so that it leaves in whole vectors,
-// and the residual joins it on the way. The first weights are under way before x is looked at, or even there.
-// Traffic: x once per column of tiles and weight once per row of tiles, mostly from L2; y once.
+// The idea: a block owns a tile of y. Tiles of x and weight stream through a ring of STAGES in shared memory while the warps
+// multiply: half precision on tensor cores (ldmatrix and mma), float without, both accumulating in float. Fragments are loaded
+// one slice ahead of the products, across the barrier too. The first weights are in flight before the preceding launch ends.
+// Few rows: tiles are small, and WARPS_K warps share one, each with some slices of the inputs; with many inputs as well, the
+// SPLITS blocks of a cluster share it (split-K). Sums are added in a fixed order.
+// Epilogue: bias and GELU in registers; the tile then goes through shared memory, so that stores are whole vectors, and the
+// residual is added there.
+// Memory traffic: x once per column of tiles and weight once per row of tiles, mostly from L2; y once.
 #pragma once
 #include "ops/gelu.cuh"
 #include "tile.cuh"
 
 namespace warpline {
 
-// The warps' shares of a M x N tile on tensor cores: each has a rectangle of M / WARPS_M x N / WARPS_N. It is worked on
-// in slices of the inputs: `load` brings the fragments of one slice, `multiply` uses them.
+// An M x N tile on tensor cores: each warp owns M / WARPS_M x N / WARPS_N. The inputs are processed in slices: `load` loads the
+// fragments of one slice, `multiply` uses them.
 template <typename T, int M, int N, int K, int WARPS_M, int WARPS_N>
 struct ProductTile {
     static constexpr int SLICE = 16, MS = M / WARPS_M / 16, NS = N / WARPS_N / 8, LANE = PITCH<T, K>;
@@ -27,7 +27,7 @@ struct ProductTile {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % (WARPS_M * WARPS_N);
     const int row0 = warp / WARPS_N * (MS * 16), column0 = warp % WARPS_N * (NS * 8);
 
-    // From a [M, K] and b [N, K].
+    // Loads fragments from a [M, K] and b [N, K].
     __device__ __forceinline__ void load(Fragments& f, const T* a, const T* b, int k) const {
         const T* rows = a + (row0 + lane % 16) * LANE + lane / 16 * 8 + k;
         const T* columns = b + (column0 + lane / 16 * 8 + lane % 8) * LANE + lane / 8 % 2 * 8 + k;
@@ -45,7 +45,7 @@ struct ProductTile {
         }
     }
 
-    // The sums, as COUNT numbers in the order of f(i, sum).
+    // Calls f(i, sum) for the COUNT sums of this thread.
     static constexpr int COUNT = MS * NS * 4;
     template <typename F>
     __device__ __forceinline__ void each_sum(F f) {
@@ -53,7 +53,7 @@ struct ProductTile {
         for (int i = 0; i < COUNT; ++i) f(i, sum[i / 4 / NS][i / 4 % NS][i % 4]);
     }
 
-    // Stores f(sum, p) of every sum into `out`, rows `pitch` apart, where p = prepare(column).
+    // Stores f(sum, p) of every sum in `out`, rows `pitch` apart, with p = prepare(column).
     template <typename P, typename F>
     __device__ __forceinline__ void store(T* out, int pitch, P prepare, F f) const {
 #pragma unroll
@@ -70,7 +70,7 @@ struct ProductTile {
     }
 };
 
-// The same on ordinary units: a team of 256 threads as 16 x 16, each with every sixteenth row and column.
+// The same without tensor cores: a team of 256 threads as 16 x 16, each with every sixteenth row and column.
 template <int M, int N, int K, int WARPS_M, int WARPS_N>
 struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
     static constexpr int SLICE = 4, MS = M / 16, NS = N / 16, LANE = PITCH<float, K>;
@@ -118,14 +118,14 @@ struct ProductTile<float, M, N, K, WARPS_M, WARPS_N> {
     }
 };
 
-// `bias` and `residual` are null where there is none.
+// `bias` and `residual` may be null.
 template <typename T, int OUTPUTS, int INPUTS, bool GELU, int M, int N, int K, int WARPS_M, int WARPS_N, int WARPS_K, int SPLITS, int STAGES>
 __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bias, const T* residual, T* y, int rows) {
     constexpr int TEAM = WARPS_M * WARPS_N * WARP, THREADS = TEAM * WARPS_K, WIDTH = vector_width<T>(INPUTS);
     constexpr int ALL_STEPS = ceil_div(INPUTS, K), STEPS = ceil_div(ALL_STEPS, SPLITS), ACROSS = ceil_div(OUTPUTS, N), STAGE = (M + N) * PITCH<T, K>;
     using MoverX = TileMover<T, M, K, WIDTH, THREADS>;
     using MoverW = TileMover<T, N, K, WIDTH, THREADS>;
-    constexpr int AHEAD = MoverX::ASYNC ? STAGES - 1 : 1;  // tiles on their way
+    constexpr int AHEAD = MoverX::ASYNC ? STAGES - 1 : 1;  // tiles in flight
 
     T* ring = dynamic_shared<T>();
     const int block = static_cast<int>(blockIdx.x) / SPLITS, part = static_cast<int>(blockIdx.x) % SPLITS;
@@ -163,10 +163,10 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
         end_copy_group();
     }
     using Tile = ProductTile<T, M, N, K, WARPS_M, WARPS_N>;
-    constexpr int SLICES = K / Tile::SLICE / WARPS_K;  // of a step, for each of the warps that share a tile
+    constexpr int SLICES = K / Tile::SLICE / WARPS_K;  // per step and warp group that shares a tile
     const int first_slice = static_cast<int>(threadIdx.x) / TEAM * SLICES;
     Tile tile;
-    typename Tile::Fragments fragments[2];  // of the slice that is multiplied and of the one behind it
+    typename Tile::Fragments fragments[2];  // of the current slice and of the next
     wait_for_copies<AHEAD - 1>();
     __syncthreads();
     tile.load(fragments[0], ring, ring + M * PITCH<T, K>, first_slice * Tile::SLICE);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
             if (slice == 0) {
-                // Everybody has met since this part of the ring was last read.
+                // All threads have passed a barrier since this stage was last read.
                 if (step + AHEAD < STEPS) {
                     fetch_x(step + AHEAD);
                     fetch_w(step + AHEAD);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void matmul(const T* x, const T* weight, const T* bia
                 tile.each_sum([&](int i, float& sum) { sum += load_from_cluster(sums + i * TEAM, other); });
             }
         }
-        sync_cluster();  // before that nobody's shared memory may go
+        sync_cluster();  // shared memory must live until then
         if (part > 0) return;
     }
     const auto bias_of = [&](int column) {

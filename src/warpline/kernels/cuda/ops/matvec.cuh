@@ -1,16 +1,15 @@
-// Matrix times a few vectors, with what comes before and after: y = act(norm(x) weight^T + bias) + residual.
+// Matrix times a few vectors, with LayerNorm before and an epilogue: y = act(norm(x) weight^T + bias) + residual.
 //
-// The idea: with ROWS of 1 to 8 the product is a read of the weights. A warp takes a few rows of the weight matrix and
-// multiplies them with all rows of x at once, 16 bytes of weights per lane and load. The first loads are under way before
-// x is looked at, or even there, so that the launch and the LayerNorm, which every block does for itself, hide behind them. SHARERS warps may share an
-// output where there are few outputs and many inputs. Sums meet in a fixed order.
-// One row is a matter for ordinary arithmetic. From two rows on, in half precision, tensor cores do it: a product does
-// not care in which order it runs through the inputs, so the 16 bytes a lane has loaded serve as fragments as they are.
-// Weights may be stored as something else (W) than the arithmetic's type (T): int8 codes, and a scale for each output.
-// There are twice as many of them in a load, and each must be made a number first, so tensor cores do one row as well.
-// Traffic: the weights once; x, bias, scales and LayerNorm's parameters come from the caches.
-// Tried and lost: eight rows in ordinary arithmetic, 68 % of a copy's bandwidth; converting and multiplying took longer
-// than reading.
+// The idea: with ROWS of 1 to 8 the product is a read of the weights. A warp multiplies a few weight rows with all rows of x at
+// once, 16 bytes of weights per lane and load. The first loads are in flight before the preceding launch has written x, so they
+// hide the launch and the LayerNorm, which every block computes itself. SHARERS warps share an output where there are few outputs
+// and many inputs. Sums are added in a fixed order.
+// Tensor cores: used from two rows on in half precision. The order of the inputs does not matter to a product, so the 16 bytes of
+// a lane are fragments as they are. Weights may have another type W than the arithmetic (T): int8 codes with a scale per output.
+// A load then has twice as many, and each must be converted, so one row uses tensor cores too.
+// Memory traffic: the weights once; x, bias, scales and LayerNorm's parameters come from the caches.
+// Tried and lost: eight rows in ordinary arithmetic, 68 % of a copy's bandwidth: converting and multiplying took longer than
+// reading.
 #pragma once
 #include "codes.cuh"
 #include "ops/gelu.cuh"
@@ -25,8 +24,8 @@ __device__ constexpr int power_of_two_from(int n) {
     return power;
 }
 
-// Sums of VALUES per lane over a warp: lane i ends with the sum of value i / (32 / VALUES). VALUES is a power of 2. Each
-// step hands half of the values over to the other lane, so that it takes about VALUES shuffles, not five for each.
+// Sums of VALUES per lane over a warp: lane i ends with the sum of value i / (32 / VALUES). VALUES is a power of 2. Each step of
+// the butterfly hands over half of the values, which takes about VALUES shuffles in all instead of five per value.
 template <int VALUES>
 __device__ __forceinline__ float scatter_sums(float (&value)[VALUES]) {
     const int lane = threadIdx.x % WARP;
@@ -49,8 +48,9 @@ __device__ __forceinline__ float scatter_sums(float (&value)[VALUES]) {
     return value[0];
 }
 
-// The work of one warp on OUTPUTS_EACH outputs in ordinary arithmetic: a part of the inputs, in steps of a vector per lane.
-// `load` brings the weights of the first steps, `finish` does the rest and leaves the sums, `results` says whose they are.
+// The work of one warp on OUTPUTS_EACH outputs in ordinary arithmetic: a part of the inputs, in steps of one vector per lane.
+// `load` loads the weights of the first steps, `finish` does the rest and returns the sums, `results` says to which output they
+// belong.
 template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
 struct WarpDots {
     static constexpr int WIDTH = vector_width<W>(INPUTS), VECTORS = INPUTS / WIDTH;
@@ -67,7 +67,7 @@ struct WarpDots {
         return step * (WARP * SHARERS) + threadIdx.x / WARP % SHARERS * WARP + threadIdx.x % WARP;
     }
 
-    // A lane whose turn is beyond the end gets zeros.
+    // A lane beyond the last vector gets zeros.
     __device__ __forceinline__ void load(const W* weight, int first_output, int step0) {
 #pragma unroll
         for (int o = 0; o < OUTPUTS_EACH; ++o) {
@@ -94,7 +94,7 @@ struct WarpDots {
         result[0] = scatter_sums(sum);
     }
 
-    // Calls f(i, output, row) for every result i that counts; `output` is relative to the warp's first.
+    // Calls f(i, output, row) for every valid result i; `output` is relative to the warp's first.
     template <typename F>
     static __device__ __forceinline__ void results(F f) {
         const int value = threadIdx.x % WARP / (WARP / VALUES), output = value / ROWS_UP, row = value % ROWS_UP;
@@ -116,7 +116,7 @@ struct WarpDots {
                     for (int o = 0; o < OUTPUTS_EACH; ++o) {
                         float& s = sum[o * ROWS_UP + r];
 #pragma unroll
-                        for (int i = 0; i < X_WIDTH; ++i) {  // a code becomes a float by itself
+                        for (int i = 0; i < X_WIDTH; ++i) {  // to_float also converts codes
                             s = fmaf(to_float(pack.at[i]), to_float(held[o][step].at[part * X_WIDTH + i]), s);
                         }
                     }
@@ -126,9 +126,9 @@ struct WarpDots {
     }
 };
 
-// Sixteen outputs on tensor cores, or eight where that leaves too few warps. Sixteen are the left operand, 16 x 16, and
-// the rows of x the right one, 16 x 8; eight are the right one, and the rows of x half of the left one.
-// Lane 4g + t has chunk t of every four: of weight rows g and g + 8 and of row g of x.
+// Sixteen outputs on tensor cores, or eight where sixteen leave too few warps. Sixteen are the left operand (16 x 16), with the
+// rows of x as the right one (16 x 8); eight are the right operand, with the rows of x as half of the left one. Lane 4g + t has
+// chunk t of every four: of weight rows g and g + 8, and of row g of x.
 template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS, int TILE, int UNROLL>
 struct WarpTiles {
     using Pairs = Vec<unsigned, 4>;  // 16 bytes
@@ -212,16 +212,15 @@ template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int SHARERS
 struct WarpDots<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, 8, UNROLL>
     : WarpTiles<T, W, OUTPUTS, INPUTS, ROWS, SHARERS, 8, UNROLL> {};
 
-// Rows of INPUTS elements in shared memory are this far apart: neighbours on different banks.
+// Pitch of rows of INPUTS elements in shared memory: neighbours on different banks.
 template <typename T, int INPUTS>
 constexpr int ROW_PITCH = ceil_div(INPUTS, 64) * 64 + 32;
 
-// LayerNorm of ROWS rows into shared memory, by all warps together; returns where they are. All threads must call it. Waits
-// for the launch that wrote the rows.
-// Only the time until it is done matters, so everything is loaded at once.
+// LayerNorm of ROWS rows into shared memory by all warps; returns the rows' address. It waits for the launch that wrote x.
+// Requires: all threads call it. Only its latency matters, so everything is loaded at once.
 template <typename T, int INPUTS, int ROWS, int WARPS>
 __device__ __forceinline__ const T* normalised_rows(const T* x, const T* gamma, const T* beta, float epsilon) {
-    constexpr int TEAM = WARPS / power_of_two_from(ROWS) > 0 ? WARPS / power_of_two_from(ROWS) : 1;  // warps to a row
+    constexpr int TEAM = WARPS / power_of_two_from(ROWS) > 0 ? WARPS / power_of_two_from(ROWS) : 1;  // warps per row
     __shared__ float scratch[WARPS];
     T* rows = dynamic_shared<T>();
     using Slice = RowSlice<T, INPUTS, TEAM>;
@@ -243,7 +242,7 @@ __device__ __forceinline__ const T* normalised_rows(const T* x, const T* gamma, 
     return rows;
 }
 
-// `gamma`, `beta`, `scale`, `bias` and `residual` are null where there is none.
+// `gamma`, `beta`, `scale`, `bias` and `residual` may be null.
 template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, bool GELU, int WARPS, int SHARERS, int OUTPUTS_EACH, int UNROLL>
 __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta, const W* weight, const float* scale,
                                        const T* bias, const T* residual, T* y, float epsilon) {
@@ -291,8 +290,7 @@ __device__ __forceinline__ void matvec(const T* x, const T* gamma, const T* beta
     });
 }
 
-// A candidate for the likeliest token as one number: the larger is the better, and of equal values the earlier output.
-// 0 is worse than any.
+// A score and its output as one integer: the larger score wins, and of equal scores the earlier output. 0 loses to all others.
 __device__ __forceinline__ unsigned long long with_output(unsigned ordered, int output) {
     return static_cast<unsigned long long>(ordered) << 32 | ~static_cast<unsigned>(output);
 }
@@ -308,14 +306,14 @@ __device__ __forceinline__ float value_of(unsigned long long candidate) {
 
 __device__ __forceinline__ int output_of(unsigned long long candidate) { return ~static_cast<unsigned>(candidate); }
 
-// The likeliest next token: the output with the largest sum, and that sum; of equals the first. Each warp takes REPEAT
-// groups of outputs, each block leaves its best per row, and the last block to be done says what is the best of all.
+// The likeliest next token and its logit: the output with the largest sum, of equals the first. Each warp takes REPEAT groups of
+// outputs, each block reduces to its best per row, and the block that finishes last writes the result.
 template <typename T, typename W, int OUTPUTS, int INPUTS, int ROWS, int WARPS, int OUTPUTS_EACH, int UNROLL, int REPEAT>
 __device__ __forceinline__ void head_argmax(const T* x, const T* gamma, const T* beta, const W* weight, const float* scale,
                                             long long* token, float* logit, long long* best, int* finished, float epsilon) {
     using Dots = WarpDots<T, W, OUTPUTS, INPUTS, ROWS, 1, OUTPUTS_EACH, UNROLL>;
     const int warp = threadIdx.x / WARP;
-    // All warps together walk through the weights, so that neighbouring memory is read at the same time.
+    // All warps walk through the weights together, so that neighbouring memory is read at the same time.
     const int stride = gridDim.x * (WARPS * OUTPUTS_EACH);
     int first = (static_cast<int>(blockIdx.x) * WARPS + warp) * OUTPUTS_EACH;
     Dots dots;

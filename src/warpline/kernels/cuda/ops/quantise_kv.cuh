@@ -1,9 +1,10 @@
-// The new keys and values of packed prompts into a KV cache of codes, before attention; and back, rounded, to where they were.
+// Quantises the new keys and values of packed prompts into a KV cache of codes, before attention, and writes the rounded values
+// back to k and v.
 //
-// The idea: attention of prompts then sees the same numbers whether a key was in the cache or is new, so that a prompt means
-// the same in whatever parts it is run; and new keys, which are many, need not be expanded once for every block of queries.
-// Row r is the token at row_positions[r] of slot row_slots[r]. LANES have the key and the value of a row in one head.
-// Traffic: keys and values in and out, codes and scales out.
+// The idea: attention then sees the same values whether a key was in the cache or is new, so a prompt gives the same result in
+// whatever chunks it runs; and new keys need not be expanded again in every block of queries.
+// Row r is the token at row_positions[r] of slot row_slots[r]. LANES lanes handle the key and the value of a row in one head.
+// Memory traffic: keys and values in and out, codes and scales out.
 #pragma once
 #include "kv_codes.cuh"
 
@@ -15,7 +16,7 @@ __device__ __forceinline__ void quantise_kv(View<T> k, View<T> v, const long lon
     constexpr int WIDTH = vector_width<T>(DEPTH), VECTORS = DEPTH / WIDTH;
     constexpr int STEPS = ceil_div(VECTORS, LANES), SIZE = STEPS * WIDTH;
     const int item = blockIdx.x * (BLOCK / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    const bool exists = item < rows * heads;  // the others take part in what all lanes do
+    const bool exists = item < rows * heads;  // the others only take part in shuffles
     const int row = exists ? item / heads : 0, head = exists ? item % heads : 0;
     const int slot = static_cast<int>(row_slots[row]), position = static_cast<int>(row_positions[row]);
     T* own[] = {const_cast<T*>(k.rows(0, head)) + row * k.row, const_cast<T*>(v.rows(0, head)) + row * v.row};

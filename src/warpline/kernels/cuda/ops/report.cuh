@@ -1,9 +1,9 @@
-// What has come of each lane since the last report, for the host to read: a block to a lane; a lane of -1 has nothing to say.
+// Reports to the host what is new in each lane since the last report: one block per lane; a lane of -1 is skipped.
 //
-// A row of `news` is how many tokens are new, flags (1: done, 2: not_finite, 4: a launch found a fault), then the tokens; what is
-// behind them stays. It may lie in the host's pinned memory, so that nothing has to be copied. What there is no room for is
-// left for the next report.
-// Traffic: the new tokens in, and out again.
+// A row of `news` is the number of new tokens, flags (1: done, 2: not_finite, 4: a launch found a fault), then the tokens; the
+// rest of the row is not written. `news` may lie in the host's pinned memory, so that no copy is needed. Tokens that do not fit
+// are left for the next report.
+// Memory traffic: the new tokens in, and out again.
 #pragma once
 #include "common.cuh"
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void report(const long long* tokens, const long long*
     tokens += slot * capacity + from;
     news += static_cast<long long>(blockIdx.x) * width;
     for (int i = threadIdx.x; i < count; i += BLOCK) news[2 + i] = static_cast<int>(tokens[i]);
-    __syncthreads();  // every thread has read how far the last report went
+    __syncthreads();  // every thread has read `reported`
     if (threadIdx.x > 0) return;
     news[0] = count;
     news[1] = (done[slot] ? 1 : 0) | (not_finite[slot] ? 2 : 0) | (*fault != 0 ? 4 : 0);

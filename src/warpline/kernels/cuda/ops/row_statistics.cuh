@@ -1,5 +1,5 @@
-// Statistics of rows that nobody has left any of: see statistics.cuh. A thread has four elements.
-// Traffic: x once, and an eighth as many floats.
+// Statistics of rows (statistics.cuh) where the op that wrote them left none. Four elements per thread.
+// Memory traffic: x once, and an eighth as many floats.
 #pragma once
 #include "statistics.cuh"
 

@@ -1,39 +1,38 @@
-// The next token of each row from its logits: penalties, biases, temperature, top-k, top-p, min-p, and a fair draw.
+// The next token of each row from its logits: penalties, biases, temperature, top-k, top-p, min-p, and a random draw.
 //
-// The idea: a draw is the largest of score + Gumbel noise, and the noise of a token is a hash of the row's key and the
-// token, so nothing is sorted, no generator has a state, and the result depends on nothing but the arguments. Top-k and
-// top-p only need to know the least score they keep. That is found by counting (or by weighing) scores into bins of equal
-// width, then looking closer at the one bin in which the line falls. Weights are integers of 2^-31 of the total, whose
-// sum does not depend on the order of the threads; it rounds no worse than a float32 running sum does.
-// Row r of the logits belongs to slot lanes[r], which says all else. The key of a draw is the slot's entry in `noise` at the
-// length of its sequence; the end of text, `eos`, cannot be drawn before `min_length` where it would stop the sequence.
-// Where `biased`, the slot's row of `bias` is added to the logits. `logit` is the row's largest, or infinity if one of them is
-// no number. What the slot says is read before the launches ahead have ended: where launches overlap, none of those may write it.
-// Traffic: the logits once, or up to eight times where they are filtered, from L2 after the first; one block to a row.
+// The idea: a draw is the maximum of score + Gumbel noise, and the noise of a token is a hash of the row's key and the token. So
+// nothing is sorted, no generator has a state, and the result depends on the arguments alone. Top-k and top-p need the least
+// score that they keep: scores are counted (or weighed) into bins of equal width, then the bin with the cutoff is refined.
+// Weights are integers of 2^-31 of the total: their sum does not depend on thread order and rounds no worse than in float32.
+// Row r of the logits belongs to slot lanes[r], whose record has all parameters. The key is the slot's `noise` at the length of
+// its sequence. `eos` cannot be drawn before `min_length` where it would stop the sequence. If `biased`, the slot's row of `bias`
+// is added. `logit` is the row's largest, or infinity if one of them is NaN or infinite.
+// Contract: `lanes` and the slot's record are read before the preceding launches end, so none of them may write these.
+// Memory traffic: the logits once, or up to eight times with filters, from L2 after the first; one block per row.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
 
-// Standard Gumbel noise of a token: 32 hashed bits as exponential noise, finest near 0 where winners come from.
+// Standard Gumbel noise of a token from 32 hashed bits; finest near 0, where the largest noise comes from.
 __device__ __forceinline__ float gumbel_noise(unsigned key, unsigned token) {
     unsigned bits = key + token;
     bits = (bits ^ (bits >> 16)) * 0x7feb352du;
     bits = (bits ^ (bits >> 15)) * 0x846ca68bu;
     bits ^= bits >> 16;
-    // The last few values would round up to 1, whose noise is -infinity; no token may be impossible because of its noise.
+    // The last few values would round up to 1, with noise -infinity; noise must not make a token impossible.
     const float uniform = fminf((__uint2float_rn(bits) + 0.5f) * 0x1p-32f, 1.f - 0x1p-24f);
     return -logf(-log1pf(-uniform));
 }
 
-// Floats as unsigned numbers of the same order.
+// Maps floats to unsigned integers of the same order.
 __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = __float_as_uint(x);
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// The larger one; no number if one of them is none. fmaxf would take the other.
+// The larger one, or NaN if one is NaN; fmaxf would return the other.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
     float y;
@@ -44,7 +43,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 #endif
 }
 
-// What one block needs to choose a row's token.
+// Shared memory of the block that chooses a row's token.
 template <int VOCAB, int BLOCK>
 struct SampleScratch {
     static constexpr int BINS = 2048, LISTED = 1024, WARPS = BLOCK / WARP;
@@ -55,8 +54,8 @@ struct SampleScratch {
     unsigned per_warp[WARPS];
     float reduced[WARPS];
     int index[WARPS];
-    // Of the row, here because registers are few: the repetition penalty and 1 over it, what is added to logits, and to how
-    // many: none, or all but those that logits are padded with.
+    // Per row, kept here to save registers: the repetition penalty and its inverse, the biases, and the number of logits that
+    // they are added to: 0, or all without padding.
     float penalty, inverse_penalty;
     const float* bias;
     int adjusted;
@@ -64,8 +63,8 @@ struct SampleScratch {
     int listed, crossing, first;
 };
 
-// The bin in which the line falls: the last one, from the top, above which there is less than `target`. `above` starts as
-// what lies above all bins and ends as what lies above that one. All threads call it and get the same answer.
+// The bin with the cutoff: from the top, the last bin above which the total is less than `target`. `above` is the total above all
+// bins, and on return above that bin. Requires: all threads call it; all get the same result.
 template <int VOCAB, int BLOCK>
 __device__ __forceinline__ int crossing_bin(SampleScratch<VOCAB, BLOCK>& s, unsigned target, unsigned& above) {
     constexpr int BINS = SampleScratch<VOCAB, BLOCK>::BINS, EACH = BINS / BLOCK;
@@ -74,7 +73,7 @@ __device__ __forceinline__ int crossing_bin(SampleScratch<VOCAB, BLOCK>& s, unsi
     unsigned own = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) own += s.bins[BINS - 1 - (threadIdx.x * EACH + i)];
-    unsigned before = own;  // inclusive within the warp, from the top
+    unsigned before = own;  // inclusive prefix sum within the warp, from the top
 #pragma unroll
     for (int other = 1; other < WARP; other *= 2) {
         const unsigned more = __shfl_up_sync(0xffffffffu, before, other);
@@ -102,8 +101,8 @@ __device__ __forceinline__ int crossing_bin(SampleScratch<VOCAB, BLOCK>& s, unsi
     return BINS - 1 - s.crossing;
 }
 
-// The least key that is kept when everything is kept above which there is less than `target`. For the scores i that are
-// considered, each(f) calls f(score, weight); `largest` is the largest score.
+// The least key to keep: a score is kept if the total above it is less than `target`. each(f) calls f(score, weight) for the
+// scores to consider; `largest` is the largest score.
 template <int VOCAB, int BLOCK, typename Each>
 __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, float largest, unsigned target, Each each) {
     const auto clear = [&] {
@@ -112,7 +111,7 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
         if (threadIdx.x == 0) s.listed = 0;
         __syncthreads();
     };
-    // Bins of 1/64 hold few scores each; what is more than 32 below the largest shares one.
+    // Bins of 1/64 hold few scores each; scores more than 32 below the largest share the last one.
     const auto bin_of = [&](float score) { return s.BINS - 1 - static_cast<int>(fminf((largest - score) * 64.f, s.BINS - 1.f)); };
     clear();
     each([&](float score, unsigned weight) { atomicAdd(&s.bins[bin_of(score)], weight); });
@@ -132,7 +131,7 @@ __device__ __forceinline__ unsigned least_kept(SampleScratch<VOCAB, BLOCK>& s, f
     const int listed = s.listed;
     // Within the bin: 11, 11 and 10 bits of the key, from the top.
     unsigned prefix = 0;
-#pragma unroll 1  // three copies would triple the time to compile
+#pragma unroll 1  // three copies would triple the compile time
     for (int level = 0; level < 3; ++level) {
         const int shift = level == 0 ? 21 : level == 1 ? 10 : 0, width = level == 2 ? 10 : 11;
         const auto consider = [&](unsigned key, unsigned weight) {
@@ -195,7 +194,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
     using Pack = Vec<T, WIDTH>;
     const auto pack_at = [&](int i) { return *reinterpret_cast<const Pack*>(logits + i); };
 
-    // f(token, logit), each token by some thread.
+    // Calls f(token, logit) once for each token, spread over the threads.
     const auto each = [&](auto f) {
         constexpr int AT_ONCE = UNROLL > WIDTH ? UNROLL / WIDTH : 1;
 #pragma unroll AT_ONCE
@@ -206,7 +205,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         }
     };
 
-    // The largest, and of equals the first: first over the lanes of a warp, then over the warps.
+    // The token with the largest value, of equals the first: first over the lanes of a warp, then over the warps.
     const auto choose = [&](auto value_of) {
         float best = -infinity();
         int at = VOCAB;
@@ -238,8 +237,8 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
 
     // The likeliest token, and the largest logit.
     float highest = -infinity();
-    bool not_finite = false;  // whether there is a logit that is no number, or has no bound
-    int likeliest, found = threadIdx.x * WIDTH;  // the pack in which this thread found the largest logit, where nothing adjusts
+    bool not_finite = false;  // some logit is NaN or +infinity
+    int likeliest, found = threadIdx.x * WIDTH;  // found: the pack of this thread's largest logit, without adjustments
     if (adjusts) {
         likeliest = choose([&](int i, float v) {
             highest = fmaxf(highest, v);
@@ -247,8 +246,8 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
             return score(i, v);
         });
     } else {
-        // Scores have the order of logits: only the largest logit is looked for, and then, by who has it, its token. All
-        // are on their way at once if there is room for them.
+        // Without adjustments scores have the order of logits: only the largest logit is searched for, then the thread that has
+        // it finds its token. All loads are in flight at once if registers allow.
         constexpr int STEPS = ceil_div(VOCAB, STEP), AT_ONCE = STEPS < 7 ? STEPS : 7;
         for (int first = threadIdx.x * WIDTH; first < VOCAB; first += AT_ONCE * STEP) {
             Pack pack[AT_ONCE];
@@ -278,7 +277,7 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
             }
         }
         __syncthreads();
-        likeliest = min(s.first, VOCAB - 1);  // there is none where no logit is a number
+        likeliest = min(s.first, VOCAB - 1);  // no token matched if no logit is a number
     }
     if (__syncthreads_or(not_finite)) highest = infinity();
     if (threadIdx.x == 0) logit[row] = highest;
@@ -287,9 +286,9 @@ __device__ __forceinline__ void sample(const T* logits, const long long* tokens,
         return;
     }
 
-    // Top-k keeps what fewer than k scores exceed, top-p what scores of less than p together exceed.
+    // Top-k keeps a score that fewer than k scores exceed; top-p one that scores of less than p in total exceed.
     const float largest = score(likeliest, to_float(logits[likeliest]));
-    unsigned cutoff = 0;  // the least key that is kept
+    unsigned cutoff = 0;  // least key that is kept
 #pragma unroll 1
     for (int rule = 0; rule < 2; ++rule) {
         const bool by_count = rule == 0;

@@ -1,8 +1,8 @@
-// Softmax of rows, in float whatever the storage type.
+// Softmax of rows, in float for every storage type.
 //
-// The idea: as in LayerNorm the row stays in registers, so the maximum, the sum and the division cost no traffic
-// beyond one read and one write. Subtracting the maximum keeps exp from overflowing.
-// Traffic: rows x COLUMNS elements in, as many out.
+// The idea: as in LayerNorm the row stays in registers, so maximum, sum and division need no traffic beyond one read and one
+// write. The maximum is subtracted so that exp cannot overflow.
+// Memory traffic: rows x COLUMNS elements in, as many out.
 #pragma once
 #include "row.cuh"
 

@@ -1,13 +1,12 @@
-// Attention of one query over a part of its KV cache, by one block on whose every cycle all others wait.
+// Attention of one query to a part of its context, by one block. All other blocks wait for the result, so latency counts.
 //
-// The idea: each warp has eight positions at a time, whose keys and values it has in registers before the query is there, and
-// keeps a softmax of its own; the warps are merged once, at the end. On tensor cores the query is the first operand, in every
-// row, so that each lane ends with the scores that it needs as weights for the values, and nothing is exchanged between lanes but
-// the maximum. The newest key and value come with the query; the last warp sees to them, alone, because a softmax over one
-// position is its value.
-// Traffic: keys and values once.
-// Tried and lost: the lanes of ops/decode_attention.cuh, in ordinary arithmetic: 1,100 instructions, 4,400 cycles; merging only
-// the warps that have positions, in a loop (attention with the merge: 2,950 cycles instead of 2,590).
+// The idea: each warp loads eight keys and values into registers before the query arrives, and keeps its own online softmax; the
+// warps are merged once, at the end. On tensor cores the query fills every row of operand a, so each lane ends with the scores
+// that it needs as weights of the values, and lanes exchange only the maximum. The newest key and value come with the query; the
+// last warp handles them separately: a softmax over one position has weight 1.
+// Memory traffic: keys and values once.
+// Tried and lost: the lanes of ops/decode_attention.cuh without tensor cores (1,100 instructions, 4,400 cycles); merging only
+// the warps that have positions, in a loop (attention and merge: 2,950 cycles instead of 2,590).
 #pragma once
 #include "online.cuh"
 #include "persistent/exchange.cuh"
@@ -15,13 +14,13 @@
 
 namespace warpline {
 
-// What one block attends to: positions from ... to - 1 of a sequence whose newest position is end - 1.
+// Positions from ... to - 1 of a sequence whose newest position is end - 1.
 struct Part {
     int row, head, split, from, to, end;
 
-    __device__ __forceinline__ bool is_empty() const { return split > 0 && from >= to; }  // the first one is attended to in any case
+    __device__ __forceinline__ bool is_empty() const { return split > 0 && from >= to; }  // part 0 is always attended to
     __device__ __forceinline__ bool has_newest() const { return from < to && to == end; }
-    __device__ __forceinline__ int cached() const { return min(to, end - 1); }  // what is in the cache ends here
+    __device__ __forceinline__ int cached() const { return min(to, end - 1); }  // the cached positions end here
 };
 
 template <typename T, int DEPTH, int WARPS>
@@ -29,10 +28,10 @@ class PartAttention {
     static constexpr int KEYS = 8, AT_ONCE = WARPS * KEYS, CHUNK = 16 / sizeof(T), VECTORS = DEPTH / CHUNK;
     static constexpr int PITCH = DEPTH + CHUNK;  // rows on different banks
     static constexpr int COPIES = ceil_div(KEYS * VECTORS, WARP), QUADS = ceil_div(VECTORS, 4), COLUMNS = DEPTH / 16;
-    static constexpr int NEWEST = WARPS;  // whose result is behind those of the warps
+    static constexpr int NEWEST = WARPS;  // index of its result, after those of the warps
 
    public:
-    static constexpr bool IN_REGISTERS = sizeof(T) == 2;  // what is attended to; else it stays where it was copied to
+    static constexpr bool IN_REGISTERS = sizeof(T) == 2;  // keys and values; otherwise they are read from shared memory
 
     struct Shared {
         alignas(16) T keys[WARPS][KEYS * PITCH];
@@ -41,12 +40,12 @@ class PartAttention {
         alignas(16) float out[WARPS + 1][DEPTH];
     };
 
-    // Vectors lane % 4, lane % 4 + 4, ... of the query; for the last warp vector `lane` of the newest key and value.
+    // Vectors lane % 4, lane % 4 + 4, ... of the query; in the last warp also vector `lane` of the newest key and value.
     struct Newest {
         Bits q[QUADS], k, v;
     };
 
-    // A warp's eight positions, as the products take them.
+    // A warp's eight positions in the register layout of the products.
     struct Loaded {
         Bits k[QUADS];
         unsigned v[ceil_div(COLUMNS, 2)][4];
@@ -55,7 +54,7 @@ class PartAttention {
     static __device__ __forceinline__ bool sees_to_newest() { return thread_index() / WARP == WARPS - 1; }
 
    private:
-    // This warp's eight positions from `first` on.
+    // Starts copying this warp's eight positions from `first` on.
     static __device__ __forceinline__ void copy(Shared& s, const T* keys, const T* values, int first, int to) {
         const int thread = thread_index(), warp = thread / WARP;
 #pragma unroll
@@ -70,25 +69,25 @@ class PartAttention {
         end_copy_group();
     }
 
-    // Vectors that there are not count for nothing.
+    // Sets the query's vectors beyond VECTORS to zero.
     static __device__ __forceinline__ void blank(Bits (&q)[QUADS]) {
         if (VECTORS % 4 != 0 && (QUADS - 1) * 4 + thread_index() % 4 >= VECTORS) q[QUADS - 1] = {};
     }
 
    public:
-    // Starts copying what is in the cache. `keys` and `values`: of the sequence and head, position 0.
+    // Starts copying the cached positions. `keys` and `values` point to position 0 of the sequence and head.
     static __device__ __forceinline__ void begin(Shared& s, const T* keys, const T* values, const Part& part) {
         copy(s, keys, values, part.from + thread_index() / WARP * KEYS, part.cached());
     }
 
-    // Starts copying the positions behind those, whose place is free: they are in registers.
+    // Starts copying the next positions. Requires: the first ones are in registers, because their buffers are reused.
     static __device__ __forceinline__ void begin_second(Shared& s, const T* keys, const T* values, const Part& part) {
         const int first = part.from + thread_index() / WARP * KEYS + AT_ONCE;
         __syncwarp();
         if (first < part.cached()) copy(s, keys, values, first, part.cached());
     }
 
-    // What was copied, into registers.
+    // Waits for the copies and loads them into registers.
     static __device__ __forceinline__ void load(Loaded& loaded, const Shared& s) {
         wait_for_copies<0>();
         __syncwarp();
@@ -101,20 +100,20 @@ class PartAttention {
             }
 #pragma unroll
             for (int i = 0; i < COLUMNS; i += 2) {
-                // Matrix m is columns 8 (2i + m) of the eight positions; where there are fewer columns, the last ones again.
+                // Matrix m: columns 8 (2i + m) of the eight positions. Beyond the last column, the last ones are repeated.
                 const int column = min(2 * i + lane / 8, 2 * COLUMNS - 1) * 8;
                 load_matrices_transposed(loaded.v[i / 2], s.values[warp] + lane % 8 * PITCH + column);
             }
         }
     }
 
-    // The query from words: `posted` is where it, the newest key and the newest value are exchanged, `apart` from each other.
+    // Loads the query from exchange words: `posted` is its address, and those of the newest key and value follow at `apart` each.
     static __device__ __forceinline__ void take(Newest& newest, bool all, const Word* posted, int apart, unsigned tag, const Watchdog& watchdog) {
         constexpr int AT_ONCE_QUADS = QUADS < 2 ? QUADS : 2, PAIRS = 2 * AT_ONCE_QUADS;
         const int lane = thread_index() % WARP;
 #pragma unroll
         for (int first = 0; first < QUADS; first += AT_ONCE_QUADS) {
-            // Pairs of the query, and with the first of them those of the newest key and value.
+            // Pairs of the query; the first load includes those of the newest key and value.
             const auto place = [&](int i) {
                 if (i < PAIRS) return posted + 4 * min((first + i / 2) * 4 + lane % 4, VECTORS - 1) + i % 2 * 2;
                 return posted + (1 + (i - PAIRS) / 2) * apart + 4 * min(lane, VECTORS - 1) + i % 2 * 2;
@@ -141,8 +140,8 @@ class PartAttention {
         blank(newest.q);
     }
 
-    // Ends with each warp's result in `s`, behind a barrier. `factor`: scale * log2(e). AHEAD: the second positions are on their
-    // way already.
+    // Attends to the part. Each warp's result is in `s` after the barrier at the end. `factor` is scale * log2(e). AHEAD: the
+    // second positions are in flight already.
     template <bool AHEAD>
     static __device__ __forceinline__ void run(Shared& s, const T* keys, const T* values, const Part& part, float factor, Loaded& loaded, const Newest& newest) {
         const int warp = thread_index() / WARP;
@@ -176,7 +175,7 @@ class PartAttention {
         sync_threads<WARPS * WARP>();
     }
 
-    // Puts the newest key and value into the cache, for the next token: when nobody waits for this block any more.
+    // Stores the newest key and value in the cache, for the next token. Called when no other block waits for this one any more.
     static __device__ __forceinline__ void keep(const Newest& newest, T* keys, T* values, int position) {
         const int lane = thread_index() % WARP;
         if (lane >= VECTORS) return;
@@ -184,7 +183,7 @@ class PartAttention {
         reinterpret_cast<Bits*>(values + position * DEPTH)[lane] = newest.v;
     }
 
-    // What a block's result weighs: 2^largest * sum.
+    // The weight of a block's result: 2^largest * sum.
     struct Weight {
         float largest, sum;
     };
@@ -192,7 +191,7 @@ class PartAttention {
     // PER columns of the block's result from `column` on, not divided by its sum.
     template <int PER>
     static __device__ __forceinline__ Weight merge(const Shared& s, const Part& part, int column, float (&value)[PER]) {
-        constexpr int FEW = 3;  // as many have a short context, and as few are merged sooner
+        constexpr int FEW = 3;  // enough for a short context, and faster to merge
         if (WARPS > FEW && part.cached() - part.from <= FEW * KEYS) return merge_first<FEW>(s, column, value);
         return merge_first<WARPS>(s, column, value);
     }
@@ -249,14 +248,14 @@ class PartAttention {
         }
     }
 
-    // The newest position by itself: its weight is 1.
+    // The result of the newest position alone: its weight is 1.
     static __device__ __forceinline__ void leave_newest(Shared& s, bool there, float factor, const Newest& newest) {
         const int lane = thread_index() % WARP;
         float q[CHUNK], k[CHUNK], v[CHUNK], score = 0.f;
         unpack(newest.k, k);
         unpack(newest.v, v);
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) {  // all of them, because to choose one is to have it in memory
+        for (int i = 0; i < QUADS; ++i) {  // all of them: a runtime index would put the array into local memory
             float its = 0.f;
             unpack(newest.q[i], q);
 #pragma unroll
@@ -275,10 +274,10 @@ class PartAttention {
         }
     }
 
-    // Lane 4g + t: of the scores those of positions 2t and 2t + 1, the same for all g; of the output columns g and g + 8 of every
-    // sixteen, the same for all t, because there the values are the first operand and the weights, in every column, the
-    // second. For the scores the query is the first: pairs 0 and 1 of a lane's sixteen bytes in the upper eight rows, 2 and 3
-    // in the lower ones, so that each is looked at where it means something.
+    // Lane 4g + t has the scores of positions 2t and 2t + 1, the same for all g. Of every 16 output columns it has g and g + 8,
+    // the same for all t: there the values are operand a, and the weights fill every column of b. For the scores the query is
+    // operand a: pairs 0 and 1 of a lane's 16 bytes in the upper eight rows, 2 and 3 in the lower ones; each lane uses the
+    // meaningful sums.
     static __device__ __forceinline__ void on_tensor_cores(const Bits (&q)[QUADS], const Loaded& loaded, int first, int to, float factor,
                                                            OnlineSoftmax& softmax, float (&out)[COLUMNS][4]) {
         const int lane = thread_index() % WARP;
@@ -309,8 +308,8 @@ class PartAttention {
         }
     }
 
-    // Lane 4g + t: a quarter of position g's key; then of every sixteen output columns the four from 4t on. All g end with
-    // the same.
+    // Lane 4g + t has a quarter of position g's key, and of every 16 output columns the four from 4t on. All g end with the same
+    // outputs.
     template <int Q, int N>
     static __device__ __forceinline__ void in_ordinary_arithmetic(const Bits (&q)[Q], const T* k, const T* v, int first, int to,
                                                                   float factor, OnlineSoftmax& softmax, float (&out)[N][4]) {
@@ -340,7 +339,7 @@ class PartAttention {
 #pragma unroll
             for (int j = 0; j < 4; ++j) out[i][j] *= rescale;
         }
-#pragma unroll 2  // all eight at once would be more registers than there are
+#pragma unroll 2  // unrolling all eight needs more registers than there are
         for (int r = 0; r < KEYS; ++r) {
             const float its = __shfl_sync(0xffffffffu, weight, r * 4);
 #pragma unroll

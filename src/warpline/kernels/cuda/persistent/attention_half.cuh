@@ -18,12 +18,13 @@ class AttentionHalf : protected Parts<M> {
     using Base::words, Base::stamp, Base::packed, Base::rows_at, Base::vector, Base::scale_rows, Base::store_late_sums;
     using Base::Base;
 
-    // The heads' outputs, as far as they are this warp's columns, into shared.h. Who has attended to a head comes late enough.
+    // Gathers the heads' outputs for this warp's columns into shared.h. A block that attended to a part arrives late enough and
+    // does not pause.
     __device__ __forceinline__ void gather_attention(unsigned begun) {
         const unsigned pause = shared.parts == 0 ? M::PAUSE_HEADS : 0;
-        constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS, LANES = WARP / HALVES;  // of words, of a row and of all
+        constexpr int PAIRS = SLAB / (2 * PER), MINE = ROWS * PAIRS, LANES = WARP / HALVES;  // of words: of a row, of all
         const int lane = thread_index() % WARP, slab = thread_index() / WARP * SLAB;
-        // Of a lane's pair i: the row, the column, and where the first part of its head begins.
+        // Of a lane's pair i: the row, the column, and the address of the first part of its head.
         struct Spot {
             int row, column;
             bool own;
@@ -31,7 +32,7 @@ class AttentionHalf : protected Parts<M> {
         };
         const auto spot = [&](int i) {
             const int n = lane % LANES + i * LANES, row = min(n, MINE - 1) / PAIRS, at = slab + n % PAIRS * (2 * PER);
-            const int column = min(at, WIDTH - 2 * PER);  // a lane without a pair of its own looks at another's
+            const int column = min(at, WIDTH - 2 * PER);  // a lane without a pair of its own reads another lane's
             return Spot{row, column, lane < LANES && n < MINE && at == column, words() + ATTENTION_AT + (row * HEADS + column / DEPTH) * M::PARTS * HEAD_WORDS};
         };
         const auto leave = [&](const Spot& s, Vec<unsigned, 2> bits) {
@@ -55,8 +56,8 @@ class AttentionHalf : protected Parts<M> {
         __syncwarp();
     }
 
-    // Parts of a context, each a normalised result and the logarithm of its weight, merged one behind the other: the even ones,
-    // the odd ones, and then both, whoever merges them. A single one stays as it is.
+    // Merges parts of a context, each a normalised result and the logarithm of its weight: first the even parts in order and the
+    // odd ones in order, then both. The order does not depend on the block that merges. A single part is not changed.
     template <int COUNT>
     struct Merger {
         float heaviest = LOWEST, total = 0.f, sum[COUNT] = {};
@@ -93,8 +94,8 @@ class AttentionHalf : protected Parts<M> {
         }
     };
 
-    // A pair of words of a head whose context was attended to in `parts` parts, fewer than others' perhaps. Where lanes are left,
-    // the upper half of the warp has the odd parts.
+    // A pair of words of a head whose context has `parts` parts, perhaps fewer than others. Where a warp has lanes to spare, its
+    // upper half merges the odd parts.
     static constexpr int HALVES = ROWS * SLAB / (2 * PER) <= WARP / 2 ? 2 : 1;
     __device__ __forceinline__ Vec<unsigned, 2> merged(const Word* head, int at, int parts) {
         constexpr int AT_ONCE = HALVES == 2 ? 3 : 4;
@@ -121,7 +122,7 @@ class AttentionHalf : protected Parts<M> {
         return parts == 1 ? single : reinterpret_cast<const Vec<unsigned, 2>&>(value);
     }
 
-    // From the rows of the layer to those behind its attention.
+    // From the layer's input rows to the rows behind its attention.
     __device__ __forceinline__ void run_attention() {
         {
             ProductOf<WIDTH, M::QKV_UNITS> qkv;
@@ -138,7 +139,7 @@ class AttentionHalf : protected Parts<M> {
             });
             stamp();
         }
-        Merger<PER> even, odd;  // of the context that the block is at, where it attends to all of it
+        Merger<PER> even, odd;  // of the current context, where the block attends to all of it
         this->attend(
             [&](const Part& part, auto& newest, bool all) {
                 const Word* posted = words() + QKV_AT + (part.row * 3 * WIDTH + part.head * DEPTH) / PER;
@@ -178,7 +179,7 @@ class AttentionHalf : protected Parts<M> {
         }
     }
 
-    // The rows behind attention, times gamma, into shared.h.
+    // Stores the rows behind attention, times gamma, in shared.h.
     __device__ __forceinline__ void scale_middle_rows(unsigned begun, float (&sums)[2 * ROWS]) {
         auto rows = rows_at(words() + MIDDLE_AT);
         rows.ask(begun, M::PAUSE_MIDDLE);

@@ -1,15 +1,16 @@
-// Many tokens in one launch: embedding, all layers, LM head and the choice of the token, in blocks that stay.
+// The persistent decode kernel: one launch generates many tokens. Its blocks stay resident and do the embedding, all layers,
+// the LM head and the choice of each token.
 //
-// The idea: streaming the weights is the only thing that must take time, so it never stops (tape.cuh), and everything else
-// is a chain of short steps whose latency is what counts. Each layer is five stages, each ends with every block posting
-// what it computed and begins with every block gathering what it needs (exchange.cuh):
+// The idea: only streaming the weights may take time, so it never stops (tape.cuh); everything else is a chain of short stages
+// whose latency counts. A layer has five stages. At the end of a stage every block posts its results, and at the beginning of the
+// next one every block gathers what it needs (exchange.cuh):
 //   LayerNorm, QKV -> attention of a head (or a part of its context) -> out-projection and residual
 //   -> LayerNorm, FC, GELU -> projection and residual
-// Every output is summed by one block in one order, so a run repeats to the bit. What a stage can do before its inputs
-// are there it does before it waits: weights into registers, LayerNorm's parameters, keys and values of the past.
-// The residual row is float32 throughout; what is multiplied is rounded to the storage type.
-// Traffic per token: every weight once, keys and values of the context once, and for each of the five exchanges of a layer
-// a row to every block, through L2.
+// While a block waits for its inputs it loads what does not depend on them: weights, LayerNorm parameters, past keys and values.
+// One block sums each output in a fixed order, so runs repeat to the bit. Residual rows are float32; inputs of products are
+// rounded to the storage type.
+// Memory traffic per token: every weight once, keys and values of the context once, and for each of the five exchanges of a
+// layer one row to every block, through L2.
 #pragma once
 #include "persistent/sampler.cuh"
 
@@ -34,8 +35,7 @@ class Decode : Sampler<M> {
    private:
     using Ending::Ending;
 
-    // What stays as it is for the whole launch: of every layer the biases of both projections, and scales, as far as they are the
-    // block's, all asked for at once,
+    // Loads what is constant during the launch: biases of both projections of every layer, and scales, for this block's outputs.
     __device__ __forceinline__ void look_up_biases() {
         constexpr int OF_OUT = M::OUT_UNITS * TILE_OUTPUTS;
         for (int i = thread_index(); i < M::LAYERS * BIASES; i += THREADS) {
@@ -48,7 +48,7 @@ class Decode : Sampler<M> {
         }
     }
 
-    // and of every row what it asks for.
+    // Loads the record of each row's slot.
     __device__ __forceinline__ void look_up_rows() {
         const int row = thread_index();
         if (row < ROWS) {
@@ -79,7 +79,7 @@ class Decode : Sampler<M> {
         if constexpr (M::FILTERS) this->reset_seen();
     }
 
-    // What follows from the rows' lengths; every block comes to the same.
+    // Prepares the next token from the rows' lengths; every block computes the same.
     __device__ __forceinline__ void prepare_token() {
         const int thread = thread_index();
         if (thread < ROWS) {
@@ -104,7 +104,7 @@ class Decode : Sampler<M> {
         splits = Memory::WHOLE_CONTEXTS ? 1 : shared.splits;
     }
 
-    // The tokens that were agreed on; block 0 tells the host.
+    // Appends the chosen tokens to the rows in shared memory; block 0 also writes them to the slots.
     __device__ __forceinline__ void append() {
         const int row = thread_index();
         if (row < ROWS && shared.rows[row].active) {
@@ -151,7 +151,7 @@ class Decode : Sampler<M> {
         rows.ask(cycles(), M::PAUSE_ROWS);
         normalise(vector(layer, M::LN_F_WEIGHT), vector(layer, M::LN_F_BIAS), tag - 1, rows);  // layer is LAYERS
         if constexpr (M::SCREENED) quantise_rows();
-        sync_threads<THREADS>();  // here every warp needs all columns
+        sync_threads<THREADS>();  // the LM head reads all columns in every warp
         stamp();
         if (shared.parts > 0) __threadfence();  // keys and values are in the cache before the next token
         if constexpr (M::LOGITS || M::FILTERS) {
@@ -168,7 +168,7 @@ class Decode : Sampler<M> {
             best_scores([&](int row, int output, float logit) {
                 const Row& r = shared.rows[row];
                 if (output == r.banned || !r.active) return 0ull;
-                // Rounded twice, as where filters come in between.
+                // Rounded twice, because the filtered path rounds between the two operations.
                 if (r.inverse_temperature > 0.f) logit = __fadd_rn(__fmul_rn(logit, r.inverse_temperature), gumbel_noise(r.key, output));
                 return candidate(logit, output);
             });

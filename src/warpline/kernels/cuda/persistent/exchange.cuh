@@ -1,19 +1,20 @@
-// How the blocks of one launch hand values to each other without a barrier: every word carries its own readiness.
+// Exchange of values between the blocks of one launch, without barriers: every word carries its own tag.
 //
-// A word is 32 bits of payload and a 32-bit tag, written and read in one piece. Whoever needs it reads it until the tag is
-// the one expected, so an exchange costs one trip to L2 and back and orders nothing but itself: no fence, no counter, no
-// second read. A word is written once per turn and its tag is the turn's number; two sets of words take turns, and no
-// block can be two turns ahead of another, because every block contributes to every turn.
-// A grid barrier costs 0.93 us on an H200 and the read behind it about as much again; this replaces both.
-// Tried and lost: asking once more while the first answer is under way, so that it is seen sooner (5 % of a token); asking
-// again only for words that were missing (3 %).
+// The idea: a word is 32 bits of payload and a 32-bit tag, written by one relaxed store. The consumer polls it until it carries
+// the expected tag, so an exchange costs one round trip to L2: no fence, no counter, no second read. A word is written once per
+// turn, with the turn's number as its tag.
+// Contract: there are two sets of words, used in alternate turns. Every block contributes to every turn, so no block can be two
+// turns ahead of another and overwrite words that are still needed.
+// Cost: a grid barrier takes 0.93 us on an H200 and the read after it about as much again; this replaces both.
+// Tried and lost: a second load while the first is in flight, to see the word sooner (5 % of a token); polling only the words
+// that were missing (3 %).
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 namespace warpline {
 
-// threadIdx.x, asked for anew each time: what follows from it is then not kept in registers from one stage to all others.
+// Reads threadIdx.x anew each time, so that values derived from it do not occupy registers from one stage to the next.
 __device__ __forceinline__ int thread_index() {
     int index;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
@@ -22,12 +23,12 @@ __device__ __forceinline__ int thread_index() {
 
 using Word = unsigned long long;  // tag in the upper half
 
-// Values of a storage type in one word.
+// Values of a storage type per word.
 template <typename T>
 constexpr int PER_WORD = 4 / sizeof(T);
 
-// The weights that pass through L2 between two turns would push the words out of it, and the next turn would wait for
-// memory.
+// Stores one word. The evict_last hint keeps the words in L2: the weights that stream through it between two turns would
+// otherwise push them out, and the next turn would wait for memory.
 __device__ __forceinline__ void post(Word* at, unsigned payload, unsigned tag) {
     const Word word = static_cast<Word>(tag) << 32 | payload;
 #if __CUDA_ARCH__ >= 800
@@ -37,7 +38,7 @@ __device__ __forceinline__ void post(Word* at, unsigned payload, unsigned tag) {
 #endif
 }
 
-// Two words that are both needed.
+// Two neighbouring words, loaded together.
 struct Pair {
     Word at[2];
 
@@ -72,9 +73,9 @@ __device__ __forceinline__ void wait_cycles(unsigned begun, unsigned pause) {
     while (cycles() - begun < pause) continue;
 }
 
-// Ends waits that lead nowhere. A thread that computes nothing looks at it now and then: when the block has not come to
-// another turn for `patience` nanoseconds, every wait returns whatever is there, the launch ends with the current token,
-// and `fault` tells the host.
+// Ends waits that would never end. A thread that computes nothing polls it: when the block has not reached another turn for
+// `patience` nanoseconds, every wait returns with whatever is there, the launch ends with the current token, and `fault` tells
+// the host.
 struct Watchdog {
     volatile unsigned turn;
     volatile bool timed_out, finished;
@@ -96,7 +97,7 @@ class WatchdogTimer {
     __device__ __forceinline__ WatchdogTimer(Watchdog& watchdog, int* fault, unsigned long long patience)
         : watchdog(watchdog), fault(fault), patience(patience) {}
 
-    // Whether the block is done.
+    // Returns whether the block has finished.
     __device__ __forceinline__ bool poll() {
         const unsigned long long now = nanoseconds();
         if (watchdog.turn != turn) {
@@ -110,9 +111,10 @@ class WatchdogTimer {
     }
 };
 
-// Reads again until all words carry the tag, all of them each time, so that what was there late costs one more trip and not
-// one for each. A whole warp calls it and goes on together: lanes that left one by one would each do what follows on their
-// own. `from(i)` says where a lane's pair i is; a lane without one of its own reads another's. Only the first `needed` count.
+// Polls until all words carry the tag. It reloads all of them each time, so that several late words cost one more round trip
+// together. Requires: all lanes of a warp call it; they leave together, so that what follows does not run once per lane.
+// `from(i)` is the address of a lane's pair i; a lane without a pair of its own reads another lane's. Only the first `needed`
+// pairs count.
 template <int N, typename From>
 __device__ __forceinline__ void await(Pair (&pair)[N], From from, unsigned tag, const Watchdog& watchdog, int needed = N) {
     while (true) {
@@ -127,7 +129,7 @@ __device__ __forceinline__ void await(Pair (&pair)[N], From from, unsigned tag, 
     }
 }
 
-// EACH pairs to a lane, at `from(i)`; whole warps have it.
+// Loads EACH pairs per lane, AT_ONCE at a time, from the addresses `from(i)`. Requires: whole warps call it.
 template <int EACH, int AT_ONCE, typename From>
 class Gather {
     static constexpr int FIRST = EACH < AT_ONCE ? EACH : AT_ONCE;
@@ -137,8 +139,8 @@ class Gather {
    public:
     __device__ __forceinline__ explicit Gather(From from) : from(from) {}
 
-    // To be called before `finish`, and not before an answer can be there: who asks too early asks again, and all those
-    // questions are in the way of the answers. So it waits until `pause` cycles have passed since `begun`.
+    // Issues the first loads; call it before `finish`. It first waits until `pause` cycles have passed since `begun`: loads that
+    // come before the words are posted must be repeated, and the extra traffic delays the words.
     __device__ __forceinline__ void ask(unsigned begun, unsigned pause) {
         wait_cycles(begun, pause);
         ask();
@@ -148,7 +150,7 @@ class Gather {
         for (int i = 0; i < FIRST; ++i) pair[i].load(from(i));
     }
 
-    // f(i, pair), for each pair when it is there.
+    // Calls f(i, pair) for each pair once it carries the tag.
     template <typename F>
     __device__ __forceinline__ void finish(unsigned tag, const Watchdog& watchdog, F f) {
 #pragma unroll

@@ -1,13 +1,13 @@
 // The LM head of the persistent decode kernel: all logits, or only those that can be the largest (screen.cuh).
 //
-// All logits: the matrix comes by the tape. The largest: codes of one byte come by the tape, units of CODE_OUTPUTS outputs to a
-// warp, and what their bounds do not exclude within the block is computed from the matrix itself, a few rows in most tokens.
-// A logit is summed up in one order either way, tiles from the first input to the last, so both say the same to the bit.
-// Units go whole to warps, in turns. Where only few are left for the last turn, several warps share one: of codes, whose sums are
-// integers, any number; of the matrix two, of which the second goes on with the sums of the first.
-// Traffic: the codes once, half of the matrix in half precision; a row or a few for each block.
-// Tried and lost: each warp for itself, without waiting for the others' bounds (some warps have four rows to compute in turn);
-// holding the stream back while rows are fetched (they come 0.3 us sooner, the next layer 2 us later).
+// The idea: for all logits the matrix comes by the tape. For the largest, int8 codes come by the tape, in units of CODE_OUTPUTS
+// outputs per warp; outputs that their bounds do not exclude within the block are computed from the matrix, a few rows for most
+// tokens. Both ways add the tiles in the same order, so a logit has the same bits.
+// Units: warps take whole ones in turn. Where few are left for the last turn, several warps share one: any number with codes,
+// whose sums are integers; two with the matrix, of which the second continues the sums of the first.
+// Memory traffic: the codes once (half of the matrix in half precision), and a row or a few of the matrix per block.
+// Tried and lost: no exchange of bounds between warps (some warps then compute four rows in turn); holding back the tape while
+// rows are fetched (they arrive 0.3 us sooner, the next layer 2 us later).
 #pragma once
 #include "persistent/layers.cuh"
 #include "screen.cuh"
@@ -25,11 +25,11 @@ class Head : protected Layers<M> {
     using Layer::Layer;
     static constexpr int RESULTS = ceil_div(ROWS, 4);  // of a lane, for each of its two outputs of a unit of codes
 
-    // Outputs of the block: the first, and how many.
+    // The block's outputs: the first one, and their number.
     __device__ __forceinline__ int first_output() const { return shared.plan.first[HEAD] * CODE_OUTPUTS; }
     __device__ __forceinline__ int outputs() const { return min(shared.plan.units[HEAD] * CODE_OUTPUTS, M::VOCAB - first_output()); }
 
-    // The best candidate of a row that the warps of this block know.
+    // The best candidate of a row over the warps of this block.
     __device__ __forceinline__ unsigned long long best_of(int row) const {
         unsigned long long best = shared.best[row][0];
 #pragma unroll
@@ -37,8 +37,8 @@ class Head : protected Layers<M> {
         return best;
     }
 
-    // Logits of `count` of the block's outputs, TILE_OUTPUTS at most, by a warp; which(i) says which: f(output, row, logit, which
-    // of the lane's results).
+    // One warp computes the logits of `count` <= TILE_OUTPUTS outputs of the block; which(i) is the i-th. Calls
+    // f(output, row, logit, index of the lane's result).
     template <typename Which, typename F>
     __device__ __forceinline__ void compute(int count, Which which, F f) {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), MOST = sizeof(T) == 2 ? 12 : ROWS > 2 ? 4 : 6, ELEMENTS = 16 / sizeof(T);
@@ -76,7 +76,7 @@ class Head : protected Layers<M> {
         });
     }
 
-    // All logits, from the tape: f(output, row, logit).
+    // Computes all logits from the tape: f(output, row, logit).
     template <typename F>
     __device__ __forceinline__ void all_logits(F f) {
         constexpr int TILES = ceil_div(WIDTH, TileOf::INPUTS), AT_ONCE = TILES < MOST_TAKEN ? TILES : MOST_TAKEN;
@@ -129,14 +129,15 @@ class Head : protected Layers<M> {
         }
     }
 
-    // Where a warp leaves numbers of each lane for another that has the same unit.
+    // Buffer in which a warp stores a value per lane for another warp of the same unit.
     template <typename Number>
     __device__ __forceinline__ Number* handover_of(int warp) const {
         void* all = Memory::BORROWS ? static_cast<void*>(&shared.attention) : static_cast<void*>(shared.handover);
         return static_cast<Number*>(all) + warp * (Memory::HANDOVER_EACH * WARP) + thread_index() % WARP;
     }
 
-    // Rows of shared.h in quanta into shared.bytes, and shared.screened: columns of each warp. All threads must have done it before `screen`.
+    // Quantises the rows of shared.h into shared.bytes and shared.screened, each warp its own columns.
+    // Contract: a barrier of all threads must follow before `screen`.
     __device__ __forceinline__ void quantise_rows() {
         const int lane = thread_index() % WARP, warp = thread_index() / WARP;
         float squares[ROWS] = {};
@@ -170,10 +171,10 @@ class Head : protected Layers<M> {
         }
     }
 
-    // Every output's bounds, of all rows: f(output, row, interval of its logit, row / 4). Lanes always meet the same outputs.
+    // Bounds of every output's logit in all rows: f(output, row, interval, row / 4). A lane sees the same outputs for every row.
     template <typename F>
     __device__ __forceinline__ void screen(F f) {
-        constexpr int STEPS = Memory::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last has what is known of the outputs
+        constexpr int STEPS = Memory::CODE_STEPS, CODE_TILES = STEPS - 1;  // the last step has the bounds of the outputs
         const int lane = thread_index() % WARP, warp = thread_index() / WARP, column = lane / 4, units = shared.plan.units[HEAD];
         const int whole = M::CODE_PARTS > 1 ? units / WARPS * WARPS : units;
         const signed char* bytes[RESULTS];
@@ -183,7 +184,7 @@ class Head : protected Layers<M> {
             bytes[i] = shared.bytes + (2 * (row < ROWS ? row : 0) + column % 2) * BYTES_PITCH + lane % 4 * (CODE_INPUTS / 4);
         }
         struct Sums {
-            int of[RESULTS][2][4] = {};  // two of each, so that they wait less for each other: integers have no order
+            int of[RESULTS][2][4] = {};  // two of each, for shorter dependency chains; integer sums do not depend on the order
         };
         const auto add = [&](Sums& sums, int which, int tile, const Bits& codes) {
 #pragma unroll
@@ -192,12 +193,12 @@ class Head : protected Layers<M> {
                 multiply_add_codes(sums.of[j][which], codes.at, b.at[0], b.at[1]);
             }
         };
-        // sum(j, i): of results j, the i-th.
+        // sum(j, i) is the i-th sum of results j.
         const auto report = [&](int unit, const Bits& known, auto sum) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int output = first_output() + unit * CODE_OUTPUTS + half * 8 + lane / 4;
-                // Error and norm are the upper halves of floats.
+                // Error and norm are stored as the upper halves of floats.
                 const CodeBounds code = {__uint_as_float(known.at[half]), __uint_as_float(known.at[2 + half] << 16),
                                          __uint_as_float(known.at[2 + half] & 0xffff0000u)};
 #pragma unroll
@@ -239,7 +240,7 @@ class Head : protected Layers<M> {
 #pragma unroll
                 for (int i = 0; i < TAKEN; ++i) {
                     if (step + i == MINE) known = held[i];
-                    if (step + i < MINE) add(sums, i % 2, min(part * MINE + step + i, CODE_TILES - 1), held[i]);  // behind the last are zeros
+                    if (step + i < MINE) add(sums, i % 2, min(part * MINE + step + i, CODE_TILES - 1), held[i]);  // beyond the last: zeros
                 }
             }
             int* own = handover_of<int>(warp);
@@ -260,12 +261,12 @@ class Head : protected Layers<M> {
         }
     }
 
-    // The best of what score(row, output, logit) makes of logits, of each row, into shared.best. It is 0 where there is none,
-    // and does not fall when the logit rises.
+    // For each row, stores the largest of score(row, output, logit) over the block's outputs in shared.best.
+    // Requires: score is 0 for an excluded output and does not fall when the logit rises.
     template <typename Score>
     __device__ __forceinline__ void best_scores(Score score) {
         const int thread = thread_index(), lane = thread % WARP, warp = thread / WARP;
-        unsigned long long least[RESULTS] = {};  // of what the best is
+        unsigned long long least[RESULTS] = {};  // lower bound of the best score
         screen([&](int output, int row, const Interval& logit, int i) {
             least[i] = max(least[i], score(row, output, logit.low));
             shared.upper_bound[row * SCORES + output - first_output()] = score(row, output, logit.high) >> 32;

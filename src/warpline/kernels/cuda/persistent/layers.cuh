@@ -1,4 +1,4 @@
-// One layer of the persistent decode kernel, from the rows that the layer before posted to its own.
+// One layer of the persistent decode kernel, from the rows that the layer before posted to the rows that it posts.
 #pragma once
 #include "ops/gelu.cuh"
 #include "persistent/attention_half.cuh"
@@ -17,7 +17,7 @@ class Layers : protected AttentionHalf<M> {
     using Base::shared, Base::tape, Base::tag, Base::AT_ONCE, Base::words, Base::stamp, Base::packed, Base::store_late_sums;
     using Base::Base;
 
-    // The hidden rows, as far as they are this warp's columns.
+    // The hidden rows (outputs of FC), restricted to this warp's columns.
     static constexpr int HIDDEN_PAIRS = INNER_SLAB / (2 * PER), HIDDEN_EACH = ceil_div(HIDDEN_PAIRS, WARP);
     static __device__ __forceinline__ int hidden_column(int i) {
         const int within = thread_index() % WARP + i * WARP, column = thread_index() / WARP * INNER_SLAB + within * (2 * PER);
@@ -39,7 +39,7 @@ class Layers : protected AttentionHalf<M> {
         __syncwarp();
     }
 
-    // A layer. What a stage can do alone it does before it asks the others.
+    // Runs one layer. Each stage does what does not depend on other blocks before it gathers their words.
     __device__ __forceinline__ void run_layer() {
         this->run_attention();
         {

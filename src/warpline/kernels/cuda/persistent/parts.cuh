@@ -1,4 +1,4 @@
-// Which parts of which contexts a block of the persistent decode kernel attends to.
+// Assignment of context parts to blocks in the persistent decode kernel, and attention to the parts of one block.
 #pragma once
 #include "persistent/stages.cuh"
 
@@ -14,15 +14,15 @@ class Parts : protected Stages<M> {
     using Base::a, Base::shared, Base::splits, Base::layer, Base::EACH, Base::column_of, Base::vector, Base::scale_rows, Base::rows_at, Base::words_before, Base::tag;
     using Base::Base;
 
-    // Whether no block has more than one of them.
+    // Whether no block has more than one part.
     static constexpr bool ONE_PART = ROWS * HEADS * (M::INVARIANT ? M::PARTS : 1) <= M::BLOCKS;
 
-    // Where a row's token at `position` is, and its noise.
+    // Index of a row's token at `position`, and of its noise.
     __device__ __forceinline__ long long token_at(const Row& row, int position) const {
         return static_cast<long long>(row.slot) * a.capacity + position;
     }
 
-    // A row's context: the positions from begin to end - 1. One that has ended has none.
+    // A row's context is the positions from begin to end - 1. It is empty for a sequence that has ended.
     __device__ __forceinline__ int context_end(int row) const { return shared.rows[row].active ? shared.rows[row].length : 0; }
     __device__ __forceinline__ int context_begin(int end) const { return a.window > 0 ? max(0, end - a.window) : 0; }
     __device__ __forceinline__ int parts_of(int row) const {
@@ -31,9 +31,9 @@ class Parts : protected Stages<M> {
         return max(1, ceil_div(end - context_begin(end), M::PART));
     }
 
-    // Of the contexts of a token, the longest of which has `longest` positions. By one thread. INVARIANT: borders of parts, and
-    // the order in which they are merged, follow from the row alone, so that its bits depend on no other. Else there are no more
-    // parts than blocks, and longer ones where that is too few.
+    // Distributes the parts of all contexts over the blocks; `longest` is the length of the longest context. One thread calls it.
+    // INVARIANT: the borders of parts and the order of merging follow from the row alone, so its bits do not depend on other
+    // rows. Otherwise there are at most as many parts as blocks, and parts become longer where that is too few.
     __device__ __forceinline__ void deal_parts(int longest) {
         const int pieces = ceil_div(longest, M::PART);
         shared.splits = M::INVARIANT ? pieces : min(max(1, M::BLOCKS / (ROWS * HEADS)), min(M::PARTS, pieces));
@@ -42,7 +42,8 @@ class Parts : protected Stages<M> {
         if (shared.parts > 0) set_part(0);
     }
 
-    // The block's part number `i`: parts of all heads, or contexts of all heads with their parts in turn, go around.
+    // The block's i-th part. Parts of all heads are dealt to the blocks in turn; with WHOLE_CONTEXTS the contexts of all heads
+    // are.
     __device__ __forceinline__ Part part_of(int i) const {
         const int cuts = shared.splits;
         const int share = blockIdx.x + (WHOLE_CONTEXTS ? i / cuts : i) * M::BLOCKS;
@@ -52,23 +53,23 @@ class Parts : protected Stages<M> {
         return {row, context % HEADS, split, from, min(end, from + size), end};
     }
 
-    // Puts it on the shared: what it is, and where its keys and values are in the cache of layer 0.
+    // Stores the part in shared memory, with the offset of its keys and values in the cache of layer 0.
     __device__ __forceinline__ void set_part(int i) {
         const Part part = part_of(i);
         shared.part = part;
         shared.place = (static_cast<long long>(shared.rows[part.row].slot) * HEADS + part.head) * a.capacity * DEPTH;
     }
 
-    // A layer's part of the cache is `a.layer_stride` long.
+    // Offset in the cache of the current layer.
     __device__ __forceinline__ long long place() const { return shared.place + layer * a.layer_stride; }
 
-    // Starts what can be done before the query is there.
+    // Starts copying keys and values that do not depend on the query.
     __device__ __forceinline__ void begin_attention() {
         if (shared.parts > 0) Attention::begin(shared.attention, a.k + place(), a.v + place(), shared.part);
     }
 
-    // Attends to all parts: take(part, newest, all) brings the query, and for `all` the newest key and value; done(part) takes what
-    // shared.attention has then.
+    // Attends to all parts of the block. take(part, newest, all) loads the query and, if `all`, the newest key and value;
+    // done(part) uses the result in shared.attention.
     template <typename Take, typename Done>
     __device__ __forceinline__ void attend(Take take, Done done) {
         const int parts = ONE_PART ? min(shared.parts, 1) : shared.parts;
@@ -76,13 +77,13 @@ class Parts : protected Stages<M> {
 #pragma unroll 1
         for (int i = 0; i < parts; ++i) {
             if (!ONE_PART && i > 0) {
-                if (M::INVARIANT && part_of(i).is_empty()) continue;  // a shorter context
+                if (M::INVARIANT && part_of(i).is_empty()) continue;  // this row's context is shorter
                 change_part(i);
             }
             const Part part = shared.part;
             const long long at = place();
             const float factor = a.scale * LOG2_E * (a.scale_by_layer ? rcp_approx(layer + 1.f) : 1.f);
-            // The same query serves all parts of a context that is one block's.
+            // With WHOLE_CONTEXTS one query serves all parts of a context.
             const bool brings = Attention::sees_to_newest() && (WHOLE_CONTEXTS || part.has_newest());
             typename Attention::Loaded loaded;
             Attention::load(loaded, shared.attention);
@@ -97,13 +98,13 @@ class Parts : protected Stages<M> {
     }
 
     __device__ __forceinline__ void change_part(int i) {
-        sync_threads<THREADS>();  // nobody needs the last one any more
+        sync_threads<THREADS>();  // no thread needs the last part any more
         if (thread_index() == 0) set_part(i);
         sync_threads<THREADS>();
         if (i > 0) begin_attention();
     }
 
-    // The layer's rows, times gamma, into shared.h: what the layer before posted, or the embedding.
+    // Stores the layer's rows, times gamma, in shared.h. They come from the layer before, or from the embedding.
     __device__ __forceinline__ void scale_first_rows(unsigned begun, float (&sums)[2 * ROWS]) {
         if (layer > 0) {
             auto rows = rows_at(words_before() + Memory::END_AT);
@@ -114,7 +115,7 @@ class Parts : protected Stages<M> {
         }
     }
 
-    // Token and position embedding of the rows, as far as a lane has them.
+    // Token and position embedding of the rows, for the columns of this lane.
     template <typename V>
     __device__ __forceinline__ void embed(V& v) {
 #pragma unroll

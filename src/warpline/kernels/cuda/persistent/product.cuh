@@ -1,4 +1,4 @@
-// A stage's product of weights from the tape and a few rows in shared memory, and how one tile of it is multiplied.
+// A stage's product: weights from the tape times a few rows in shared memory. Also the product of one tile.
 #pragma once
 #include "codes.cuh"
 #include "common.cuh"
@@ -7,24 +7,24 @@
 
 namespace warpline {
 
-// Outputs of a tile, whatever the type.
+// Outputs of a tile, for every type.
 constexpr int TILE_OUTPUTS = 8;
 
-// The largest of what every fourth lane has.
+// Maximum over the lanes with the same lane % 4.
 __device__ __forceinline__ unsigned long long most_of_fours(unsigned long long value) {
 #pragma unroll
     for (int other = WARP / 2; other >= 4; other /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, other));
     return value;
 }
 
-// Sums of products of tiles and up to eight rows. Lane 4g + t has of output g (of the tile) the inputs from t * WIDTH on.
-// `results` names the sums that a lane ends with: f(which, output, row).
+// Sums of products of tiles and up to eight rows. Lane 4g + t holds inputs t * WIDTH and following of the tile's output g.
+// `results` enumerates the sums that a lane ends with: f(which, output, row).
 //
-// On tensor cores the tile is a and the rows are b. a has sixteen rows and a tile eight outputs, so a lane's sixteen bytes
-// fill two of them: pairs of inputs 0 and 1 in its own row, 2 and 3 eight rows below, for which the tape has them in the
-// order 0, 2, 1, 3. b has eight columns, two for each of four rows: what pairs 0 and 1 are multiplied with, and what pairs
-// 2 and 3 are. Of the products a lane looks at the two that mean something, and nothing is moved between registers.
-// Where a tile is CODED, its weights are codes of one byte, and sums are in units of each output's scale.
+// On tensor cores the tile is operand a (16 rows) and the rows are operand b (8 columns). A tile has eight outputs, so a lane's
+// 16 bytes fill two rows of a: pairs 0 and 1 in its own row, 2 and 3 eight rows below. The tape stores the pairs in the order
+// 0, 2, 1, 3 for that. b has two columns for each of four rows: the factors of pairs 0 and 1, and those of pairs 2 and 3. A lane
+// uses the two sums that are meaningful; no data moves between registers. CODED: weights are int8 codes, and sums are in units of
+// each output's scale.
 template <typename T, int ROWS, bool CODED = false>
 struct TileSums {
     static constexpr int INPUTS = 32, WIDTH = 8, RESULTS = ceil_div(ROWS, 4), SUMS = 4 * RESULTS;
@@ -33,18 +33,18 @@ struct TileSums {
     };
     float sum[RESULTS][4] = {};
 
-    // f(which, sum), of all that a lane has.
+    // Calls f(which, sum) for all sums of a lane.
     template <typename F>
     __device__ __forceinline__ void each(F f) {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) f(i, sum[i / 4][i % 4]);
     }
 
-    // A lane's 16 bytes of a tile, from neighbouring inputs.
+    // Reorders 16 bytes of neighbouring inputs as the tape has them.
     static __device__ __forceinline__ Bits from_row(const Bits& inputs) { return {inputs.at[0], inputs.at[2], inputs.at[1], inputs.at[3]}; }
 
-    // Where a lane finds its part of the rows, x: rows in shared memory. Lanes without a row of their own read another's,
-    // and nobody reads what they make of it.
+    // Address of a lane's part of the rows x in shared memory. Lanes without a row of their own read another lane's row, and
+    // their results are not used.
     template <int INPUTS_OF_LANE = WIDTH>
     static __device__ __forceinline__ const T* lane_of(int thread, const T* x, int pitch) {
         const int lane = thread % WARP, column = lane / 4, row = column / 2;
@@ -71,7 +71,7 @@ struct TileSums {
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) f(i, thread % WARP / 4, row + 4 * i);
     }
-    // The largest of the warp's results, for each row: f(row, largest), by one lane.
+    // Maximum of the warp's results per row: f(row, largest), called by one lane per row.
     template <typename F>
     static __device__ __forceinline__ void most(const unsigned long long (&result)[RESULTS], F f) {
 #pragma unroll
@@ -83,8 +83,8 @@ struct TileSums {
     }
 };
 
-// Of sixteen codes that a lane has, eight inputs are in its own row of a and the next eight in the row below: pairs 0, 4, 1, 5
-// are one product, 2, 6, 3, 7 another.
+// A lane's 16 codes: eight inputs for its own row of a, the next eight for the row below. Pairs 0, 4, 1, 5 are one mma, pairs
+// 2, 6, 3, 7 another.
 template <typename T, int ROWS>
 struct TileSums<T, ROWS, true> : TileSums<T, ROWS> {
     using TileSums<T, ROWS>::RESULTS, TileSums<T, ROWS>::sum;
@@ -165,7 +165,7 @@ struct TileSums<float, ROWS> {
     }
 };
 
-// COUNT neighbours in shared memory, added in a fixed order; the first is aligned to as many as fit into 16 bytes.
+// Sum of COUNT neighbours in shared memory, in a fixed order. Requires: the first is aligned to its vector width.
 template <int COUNT>
 __device__ __forceinline__ float sum_of(const float* from) {
     constexpr int WIDTH = vector_width<float>(COUNT);
@@ -184,19 +184,20 @@ __device__ __forceinline__ float sum_of(const float* from) {
     return sum.at[0];
 }
 
-// Neighbouring columns of x that are a warp's alone: whole tiles.
+// Columns of x per warp: neighbours, in whole tiles.
 template <typename T, int INPUTS, int WARPS, bool CODED>
 constexpr int SLAB_OF = ceil_div(ceil_div(INPUTS, TileSums<T, 1, CODED>::INPUTS), WARPS) * TileSums<T, 1, CODED>::INPUTS;
 
-// One stage's product: y = W x for the outputs that this block owns. Every warp multiplies its own columns of x; the warps'
-// sums meet in `partial`. `begin` may be called before x is there.
+// The product of one stage, y = W x, for the outputs that this block owns. Every warp multiplies its own columns of x; the
+// warps' sums are added in `partial`. `begin` may be called before x is available.
 template <typename T, int INPUTS, int ROWS, int WARPS, int MOST_UNITS, int RING, bool CODED>
 class Product {
     using Sums = TileSums<T, ROWS, CODED>;
-    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS, CODED>, STEPS = SLAB / Sums::INPUTS;  // to a unit of TILE_OUTPUTS outputs
-    // A stage comes in rounds: some units, or one of an even number of parts of a unit. Where there are few rows, which leave
-    // registers free, there are two sets of these, so that one round is on its way while another is multiplied, or all of a stage
-    // is there before its rows are. Where it is more than that, both together want half of the ring at most: the rest is on its way.
+    static constexpr int SLAB = SLAB_OF<T, INPUTS, WARPS, CODED>, STEPS = SLAB / Sums::INPUTS;  // steps of a unit of TILE_OUTPUTS
+    // A stage is computed in rounds of several units, or of one of an even number of parts of a unit. Few rows leave registers
+    // free, so there are two sets of them: the next round is loaded while one is multiplied, or the whole stage is loaded before
+    // its rows arrive. Where a stage needs more than two sets, both take at most half of the ring, so that the rest stays in
+    // flight.
     static constexpr int ALL = STEPS * MOST_UNITS, SETS = ALL > MOST_TAKEN && ROWS * sizeof(T) <= 4 ? 2 : 1;
     static constexpr int MOST = SETS == 2 && ALL > 2 * MOST_TAKEN && HAS_ASYNC_COPIES && RING / 4 < MOST_TAKEN ? RING / 4 : MOST_TAKEN;
     static constexpr int PARTS = STEPS > MOST ? 2 * ceil_div(STEPS, 2 * MOST) : 1, PART = ceil_div(STEPS, PARTS);
@@ -205,7 +206,7 @@ class Product {
     Bits held[SETS][UNITS * PART];
     int units;
 
-    // Sums go to partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
+    // Stores a lane's sums in partial[(unit * TILE_OUTPUTS + output) * ROWS + row][warp].
     static __device__ __forceinline__ void leave(Sums& sums, int unit, float* partial, int thread) {
         float result[Sums::RESULTS];
         sums.finish(result);
@@ -214,7 +215,7 @@ class Product {
         });
     }
 
-    // Steps of round `i` behind those of whole units that are done, if there are units left.
+    // Takes the steps of round `i` after `done` units, if there are units left.
     template <typename Tape>
     __device__ __forceinline__ void take(Tape& tape, int done, int i) {
         const int unit = done + i / PARTS * UNITS;
@@ -230,13 +231,13 @@ class Product {
         for (int i = 0; i < SETS; ++i) take(tape, 0, i);
     }
 
-    // `also` is done before the warps meet.
+    // Multiplies and stores the sums; `also` runs before the barrier at the end.
     template <typename Tape, typename Also>
     __device__ __forceinline__ void finish(Tape& tape, const T* x, int pitch, float* partial, Also also) {
         const int thread = thread_index();
         x = Sums::lane_of(thread, x, pitch) + thread / WARP * SLAB;
         constexpr int STRIDE = Sums::INPUTS;
-        constexpr bool KEEPS = PARTS == 1 && sizeof(typename Sums::Rows) * STEPS <= 64;  // what several units are multiplied with
+        constexpr bool KEEPS = PARTS == 1 && sizeof(typename Sums::Rows) * STEPS <= 64;  // rows in registers for several units
         typename Sums::Rows kept[KEEPS ? STEPS : 1];
         if constexpr (KEEPS) {
 #pragma unroll
@@ -250,7 +251,7 @@ class Product {
             for (int i = 0; i < TOGETHER; ++i) {
                 const int first = done + i / PARTS * UNITS, part = i % PARTS;
 #pragma unroll
-                for (int j = 0; j < UNITS * PART; ++j) {  // units that there are not come out as anything
+                for (int j = 0; j < UNITS * PART; ++j) {  // units beyond the last give undefined sums, which are not used
                     const int step = part * PART + j % PART;
                     if (step >= STEPS) continue;
                     sums.add(held[i % SETS][j], KEEPS ? kept[KEEPS ? step : 0] : Sums::load(x + step * STRIDE, pitch));
@@ -269,7 +270,7 @@ class Product {
         finish(tape, x, pitch, partial, [] {});
     }
 
-    // The finished sums, PER neighbouring outputs of a row to a thread: f(first output within the block, row, values).
+    // The finished sums, PER neighbouring outputs of a row per thread: f(first output within the block, row, values).
     template <int PER, typename F>
     static __device__ __forceinline__ void each(int units, const float* partial, F f) {
         for (int i = thread_index(); i < units * (TILE_OUTPUTS / PER * ROWS); i += WARPS * WARP) {

@@ -1,14 +1,15 @@
-// The end of a token in the persistent decode kernel: the choice that all blocks exchange_best on.
+// The choice of a token in the persistent decode kernel, on which all blocks agree.
 //
-// Without filters a token is the largest score (plus noise), so each block posts its best and one exchange decides. With
-// filters (M::FILTERS) scores stay with the block that computed them, a few hundred in shared memory, and all blocks find
-// out together how far below the largest a score may lie:
-//   top-k  digit by digit: every block counts how many of its scores have which next digit of their distance
-//   top-p  a token is drawn as if there were no top-p; if too much lies above it, it and all below are out of the question
-//          and another is drawn from what is left. Nearly always the first one stays, and whatever stays is what a draw from
-//          the filtered scores would have been, because that is the largest of fewer
-// Every exchange is one trip through L2, and sums are added in one order. Counting scores into bins in global memory took
-// 25 us for top-p and 35 for top-k; ops/sample.cuh, with one block, takes about as long and a launch.
+// The idea: without filters a token is the largest score (plus noise), so each block posts its best one and one exchange decides.
+// With filters (M::FILTERS) scores stay in the shared memory of the block that computed them, and all blocks find out together
+// how far below the largest a score may lie:
+//   top-k  digit by digit: every block counts its scores by the next digit of their distance
+//   top-p  a token is drawn without top-p. If the scores above it hold too much probability, it and all below are excluded and
+//          another is drawn. Usually the first one stays. The result is what a draw from the filtered scores would give, because
+//          a draw is a maximum, and the filtered scores are a subset
+// Each exchange is one trip through L2, and sums are added in a fixed order.
+// Tried and lost: bins of scores in global memory (25 us for top-p, 35 for top-k); ops/sample.cuh with one block (about as long,
+// and a launch).
 #pragma once
 #include "ops/append_token.cuh"
 #include "ops/sample.cuh"
@@ -29,8 +30,8 @@ class Sampler : protected Head<M> {
     using LastStage::first_output, LastStage::outputs, LastStage::best_of;
     using LastStage::LastStage;
 
-    // All blocks learn each row's best candidate, which shared.best has of their own, and with filters how far it is below the
-    // largest. Two places take turns.
+    // Exchanges each row's best candidate: from shared.best of every block to shared.best of all blocks; with filters also its
+    // distance to the largest score. Two buffers alternate.
     __device__ __forceinline__ void exchange_best(int turn) {
         Word* candidates = a.words + CANDIDATES_AT + turn % 2 * (M::BLOCKS * ROWS * CANDIDATE);
         sync_threads<THREADS>();
@@ -45,14 +46,14 @@ class Sampler : protected Head<M> {
             }
         }
         sync_threads<THREADS>();
-        // Candidates of a row are ROWS apart, and so are the threads that get them.
+        // Candidates of a row are ROWS apart, and so are the threads that gather them.
         static_assert(WARP % ROWS == 0);
         constexpr int PAIRS = CANDIDATE / 2, EACH = ceil_div(M::BLOCKS * ROWS, THREADS);
         unsigned long long best = 0, found = 0;
         unsigned distance = 0;
         const int thread = thread_index();
         auto asked = gather<EACH * PAIRS, 4>([&](int i) {
-            // A thread without one of its own takes one of the same row again.
+            // A thread without a candidate of its own reads one of the same row again.
             const int at = thread + i / PAIRS * THREADS, last = (M::BLOCKS - 1) * ROWS + thread % ROWS;
             return candidates + CANDIDATE * min(at, last) + i % PAIRS * 2;
         });
@@ -71,14 +72,14 @@ class Sampler : protected Head<M> {
         if (thread % WARP < ROWS) shared.best[thread % ROWS][thread / WARP] = best;
         sync_threads<THREADS>();
         if constexpr (M::FILTERS) {
-            if (own == best_of(thread % ROWS)) shared.rows[thread % ROWS].distance = distance;  // all who have it say the same
+            if (own == best_of(thread % ROWS)) shared.rows[thread % ROWS].distance = distance;  // all that have it agree
             sync_threads<THREADS>();
         }
     }
 
     // --- filters ---
 
-    // The block's own outputs that a row has had: from the host's list at first, then one by one.
+    // Marks the block's own outputs that occur in a row's text: first from `tokens`, then token by token.
     __device__ __forceinline__ void reset_seen() {
         for (int i = thread_index(); i < ROWS * SEEN; i += THREADS) shared.seen[i] = 0;
         sync_threads<THREADS>();
@@ -93,20 +94,20 @@ class Sampler : protected Head<M> {
         if (own >= 0 && own < SCORES) atomicOr(&shared.seen[row * SEEN + own / 32], 1u << own % 32);
     }
 
-    // What is added to a logit is read and changed by the block alone that has the output.
+    // Only the block that owns an output reads and changes what is added to its logit.
     __device__ __forceinline__ long long bias_at(const Row& r) const { return static_cast<long long>(r.slot) * M::VOCAB; }
     __device__ __forceinline__ void penalise_own(const Row& r, int token) {
         const int own = token - first_output();
         if (r.biased && own >= 0 && own < outputs()) lower(a.bias, a.counts, bias_at(r) + token, r.presence, r.frequency);
     }
 
-    // How far a score is below the largest, in steps of 2^-26; what is 64 below or more is as far as anything.
-    static constexpr unsigned NOTHING = 0xffffffffu;  // is so far
+    // Distance of a score below the largest, in steps of 2^-26. Distances of 64 and above are all the same.
+    static constexpr unsigned NOTHING = 0xffffffffu;  // no distance is as large
     static __device__ __forceinline__ unsigned distance_of(float largest, float score) {
         return static_cast<unsigned>(fminf((largest - score) * 0x1p26f, 4294967040.f));
     }
 
-    // f(which of the block's outputs, score) for every output of a row that is possible; a thread always has the same.
+    // Calls f(index among the block's outputs, score) for every allowed output of a row; a thread always has the same outputs.
     template <typename F>
     __device__ __forceinline__ void each_score(int row, F f) {
         const int banned = shared.rows[row].banned;
@@ -115,7 +116,7 @@ class Sampler : protected Head<M> {
         }
     }
 
-    // The best of what f(which, score) makes of a row's scores, into shared.best.
+    // Stores the maximum of f(index, score) over a row's scores in shared.best, per warp.
     template <typename F>
     __device__ __forceinline__ void reduce_best(int row, F f) {
         unsigned long long best = 0;
@@ -126,8 +127,8 @@ class Sampler : protected Head<M> {
         if (thread_index() % WARP == 0) shared.best[row][thread_index() / WARP] = best;
     }
 
-    // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. The first numbers of
-    // shared.sums[2 * row] and of the next are the totals.
+    // Two sums over a row's scores, for rows without a token yet: f(row, score, sums) adds to them. The totals of all blocks are
+    // the first elements of shared.sums[2 * row] and shared.sums[2 * row + 1].
     template <typename F>
     __device__ __forceinline__ void exchange_sums(F f) {
         Word* sums = a.words + SUMS_AT;
@@ -143,7 +144,7 @@ class Sampler : protected Head<M> {
         }
         sync_threads<THREADS>();
         if (thread < 2 * ROWS) post(sums + blockIdx.x * (2 * ROWS) + thread, __float_as_uint(sum_of<WARPS>(shared.sums[thread])), tag);
-        // A warp adds up what all blocks have of a row, in an order that does not depend on the other rows.
+        // A warp adds up all blocks' sums of a row, in an order that does not depend on the other rows.
         static_assert(ROWS <= WARPS);
         const int lane = thread % WARP;
         float total[2] = {};
@@ -163,7 +164,7 @@ class Sampler : protected Head<M> {
         sync_threads<THREADS>();
     }
 
-    // The next digit of a row's k-th distance, of which all digits have been counted; a warp does it.
+    // Finds the next digit of a row's k-th distance. One warp calls it. Requires: all blocks' counts have been added up.
     static constexpr int FEWEST_BITS = 3, BITS = DIGITS == 32 ? 5 : FEWEST_BITS;
     __device__ __forceinline__ void take_digit(int row, int shift) {
         static_assert(ROWS <= WARPS && 1 << BITS == DIGITS);
@@ -182,7 +183,7 @@ class Sampler : protected Head<M> {
         r.prefix = (shift == 0 ? r.prefix >> (BITS - r.shift) << BITS : r.prefix << BITS) | lane;
         r.shift = shift;
         r.wanted = wanted - (upto - count);
-        // Everything with this digit stays: that is right if it is just as many, or if no digit is left.
+        // Everything with this digit stays: correct if that is exactly the wanted number, or if no digit is left.
         if (shift == 0 || count == r.wanted) {
             const unsigned long long end = (static_cast<unsigned long long>(r.prefix) + 1) << shift;
             r.cutoff = r.top_k_cutoff = static_cast<unsigned>(min(end, static_cast<unsigned long long>(NOTHING)));
@@ -190,7 +191,8 @@ class Sampler : protected Head<M> {
         }
     }
 
-    // Top-k keeps what fewer than k scores exceed: the digits of the last distance that stays, until one leaves exactly k.
+    // Top-k keeps the scores that fewer than k scores exceed. Finds the largest distance that stays, digit by digit, until a
+    // digit leaves exactly k.
     __device__ __forceinline__ void count_nearest() {
         constexpr int PER_BLOCK = ROWS * DIGITS / 2;
         static_assert(THREADS % PER_BLOCK == 0 && (PER_BLOCK % WARP == 0 || WARP % PER_BLOCK == 0));
@@ -213,7 +215,7 @@ class Sampler : protected Head<M> {
                 searching |= r.searched;
                 if (!r.searched) continue;
                 each_score(row, [&](int, float score) {
-                    // What is known of the distance is above `shift`; in the last round some of the digit is known as well.
+                    // The bits above `shift` are known; in the last round the digit overlaps with known bits.
                     const unsigned distance = distance_of(r.largest, score);
                     if (r.shift < 32 && distance >> r.shift != r.prefix) return;
                     atomicAdd(&shared.counts[row * DIGITS + (distance >> shift) % DIGITS], 1);
@@ -244,13 +246,13 @@ class Sampler : protected Head<M> {
         }
     }
 
-    // Draws of a row, at most; the last one stays. A draw and its check are a turn each, behind that of the largest and one for each
-    // digit of top-k, so what others ask for takes none of them away.
+    // Most draws per row; the last one stays. A draw and its check are one turn each, after one turn for the largest score and
+    // one per digit of top-k. The limit does not depend on which filters other rows use.
     static constexpr int MOST_DRAWS = (M::SAMPLER_TURNS - 2 - ceil_div(32, FEWEST_BITS)) / 2;
 
-    // From the logits in shared.scores to the token of every row, in shared.best.
+    // Chooses the token of every row from the logits in shared.scores; the result is in shared.best.
     __device__ __forceinline__ void choose() {
-        sync_threads<THREADS>();  // the logits are there
+        sync_threads<THREADS>();  // the logits are stored
         for (int row = 0; row < ROWS; ++row) {
             const Row& r = shared.rows[row];
             reduce_best(row, [&](int own, float score) {
@@ -309,7 +311,7 @@ class Sampler : protected Head<M> {
         }
     }
 
-    // Of every row that has none yet a token from what is left of it.
+    // Draws a token for every row that has none yet, from the scores that are left.
     __device__ __forceinline__ void draw(int turn) {
         for (int row = 0; row < ROWS; ++row) {
             Row& r = shared.rows[row];
@@ -319,7 +321,7 @@ class Sampler : protected Head<M> {
                 return candidate(score + gumbel_noise(r.key, first_output() + own), first_output() + own);
             });
             sync_threads<THREADS>();
-            // Whoever has the block's best knows how far it is.
+            // The thread that has the block's best score stores its distance.
             const int likeliest = output_of(best_of(row));
             each_score(row, [&](int own, float score) {
                 if (first_output() + own == likeliest) r.distance = distance_of(r.largest, score);

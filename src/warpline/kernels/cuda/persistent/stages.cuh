@@ -1,4 +1,4 @@
-// What the stages of the persistent decode kernel have in common: rows that are exchanged, LayerNorm, a stage's outputs.
+// Common parts of the stages of the persistent decode kernel: exchange of rows, LayerNorm, outputs of a stage.
 #pragma once
 #include "persistent/layout.cuh"
 
@@ -17,7 +17,7 @@ class Stages : protected Layout<M> {
     BlockShared& shared;
     TapeOf tape;
     unsigned tag;
-    int splits, layer, stamped = 0;  // splits: parts of the longest context that blocks hand to each other
+    int splits, layer, stamped = 0;  // splits: parts of the longest context that different blocks compute
 
     __device__ __forceinline__ Stages(const typename M::Arguments& arguments, BlockShared& shared, Ring& ring)
         : a(arguments),
@@ -43,7 +43,7 @@ class Stages : protected Layout<M> {
         else return __float_as_uint(value[0]);
     }
 
-    // Two neighbours of a vector that every block needs in every token.
+    // Two neighbours of a vector that every block reads for every token; evict_last keeps it in L2.
     static __device__ __forceinline__ Vec<T, 2> load_pair(const T* vector, int index) {
         const auto* at = reinterpret_cast<const unsigned*>(vector) + index * (2 / PER);
         Vec<unsigned, 2 / PER> bits;
@@ -52,29 +52,30 @@ class Stages : protected Layout<M> {
         return reinterpret_cast<const Vec<T, 2>&>(bits);
     }
 
-    // Of every row a warp has SLAB columns, and of those each lane some pairs of neighbours.
+    // A warp owns SLAB columns of every row, and each lane some pairs of them. column_of(i) is the lane's i-th pair, -1 for none.
     static constexpr int EACH = ceil_div(SLAB / 2, WARP), AT_ONCE = ROWS > 2 ? 8 : 4;
     static __device__ __forceinline__ int column_of(int i) {
         const int within = 2 * (thread_index() % WARP + i * WARP), column = thread_index() / WARP * SLAB + within;
         return (SLAB / 2 % WARP == 0 || within < SLAB) && (WARPS * SLAB == WIDTH || column < WIDTH) ? column : -1;
     }
 
-    // The residual rows as the stage before posted them.
+    // Gathers the residual rows that the stage before posted.
     static __device__ __forceinline__ auto rows_at(const Word* from) {
         return gather<ROWS * EACH, AT_ONCE>([from](int i) { return from + i / EACH * WIDTH + max(column_of(i % EACH), 0); });
     }
 
     // --- LayerNorm ---
-    // In a layer it is done behind the product, not before: W (gamma (x - mean) / deviation + beta) + bias is
-    // (W gamma x - mean slope) / deviation + level, where slope = W gamma and level = W beta + bias are the output's own. So
-    // a warp multiplies its columns of x as soon as it has them, and what each knows of mean and deviation meets where the
-    // sums of the product meet. What is multiplied is gamma x times a power of two that the last deviation suggests, so
-    // that it has the size of a normal row whatever the size of x; being a power of two, it changes no bit of the result.
+    // In a layer LayerNorm is applied after the product: W (gamma (x - mean) / deviation + beta) + bias equals
+    // (W gamma x - mean slope) / deviation + level, with slope = W gamma and level = W beta + bias per output. So a warp
+    // multiplies its columns of x as soon as they arrive, and the warps' parts of mean and deviation are added together with the
+    // sums of the product. The input of the product is gamma x times a power of two near the last 1 / deviation, so that it has
+    // the size of a normalised row; a power of two changes no bit of the result.
 
-    // Sums of a few rows wait in registers until the products are done; of more there would be too many.
+    // With few rows the sums stay in registers until the products are done; with more rows there are not enough registers.
     static constexpr bool LATE = ROWS <= 2;
 
-    // This lane's pairs, which load(v) has, into shared.h and shared.x; `sums` is what they add to the row and to its squares.
+    // Stores this lane's pairs, which load(v) returns, in shared.h (scaled) and shared.x; `sums` receives the lane's sums of the
+    // rows and of their squares.
     template <typename Load>
     __device__ __forceinline__ void scale_rows(const T* gamma, int which, float (&sums)[2 * ROWS], Load load) {
         Vec<T, 2> scale[EACH];
@@ -117,7 +118,7 @@ class Stages : protected Layout<M> {
         });
     }
 
-    // The warp's sums to where those of all warps meet.
+    // Adds up the lanes' sums and stores this warp's.
     __device__ __forceinline__ void store_sums(float (&sums)[2 * ROWS]) {
         constexpr int SHARE = WARP / (2 * ROWS);  // lanes that end with the same sum
         const int lane = thread_index() % WARP;
@@ -131,7 +132,7 @@ class Stages : protected Layout<M> {
         return rsqrt_approx(fmaxf(square - mean * mean, 0.f) + a.epsilon);
     }
 
-    // Slope, level and, of codes, scale of PER outputs, in turn; the first that a thread needs are asked for long before.
+    // Slope, level and (for codes) scale of PER outputs. A thread loads its first ones long before it needs them.
     static constexpr int LINE = M::CODED ? 3 : 2;
     struct NormTerms {
         float at[LINE * PER];
@@ -151,7 +152,7 @@ class Stages : protected Layout<M> {
         return output < shared.plan.units[STAGE] * TILE_OUTPUTS ? norm_terms<STAGE>(output) : NormTerms{};
     }
 
-    // What LayerNorm makes of sums of a stage's product; returns 1 / deviation. All warps have left what they know of the row.
+    // Applies LayerNorm to a stage's sums of products; returns 1 / deviation. Requires: all warps have stored their sums.
     __device__ __forceinline__ float normalise_output(int which, int row, const NormTerms& terms, float (&value)[PER]) {
         const float mean = mean_of(row), inverse = inverse_deviation(mean, mean_of(ROWS + row));
         const float back = __uint_as_float(0x7f000000u - __float_as_uint(shared.row_scale[which][row]));  // 1 / row_scale
@@ -165,7 +166,7 @@ class Stages : protected Layout<M> {
     }
     __device__ __forceinline__ float mean_of(int sums) const { return sum_of<WARPS>(shared.sums[sums]) * (1.f / WIDTH); }
 
-    // What the row is multiplied by before the layer's other LayerNorm.
+    // Sets the factor of the row before the layer's other LayerNorm.
     __device__ __forceinline__ void set_row_scale(int which, int row, float inverse) {
         shared.row_scale[1 - which][row] = __uint_as_float(__float_as_uint(inverse) & 0x7f800000u);
     }
@@ -174,7 +175,7 @@ class Stages : protected Layout<M> {
         if (row < ROWS) set_row_scale(which, row, inverse_deviation(mean_of(row), mean_of(ROWS + row)));
     }
 
-    // The outputs of a stage that begins with a LayerNorm, PER to a thread: f(output, row, values).
+    // Outputs of a stage that begins with a LayerNorm, PER per thread: f(output, row, values).
     template <Stage STAGE, typename P, typename F>
     __device__ __forceinline__ void normal_outputs(int which, const NormTerms& first, F f) {
         P::template each<PER>(shared.plan.units[STAGE], partial<STAGE>(), [&](int output, int row, float (&value)[PER]) {
@@ -184,7 +185,7 @@ class Stages : protected Layout<M> {
         });
     }
 
-    // Before the LM head, of which every warp needs all columns, LayerNorm is done at once, into shared.h.
+    // Before the LM head every warp needs all columns, so LayerNorm is applied first, into shared.h.
     template <typename Rows>
     __device__ __forceinline__ void normalise(const T* gamma, const T* beta, unsigned its_tag, Rows& asked) {
         Vec<T, 2> scale[EACH], shift[EACH];
@@ -193,7 +194,7 @@ class Stages : protected Layout<M> {
             scale[i] = load_pair(gamma, max(column_of(i), 0) / 2);
             shift[i] = load_pair(beta, max(column_of(i), 0) / 2);
         }
-        float v[ROWS * EACH][2], sums[2 * ROWS] = {};  // of each row, then the squares of each row
+        float v[ROWS * EACH][2], sums[2 * ROWS] = {};  // of each row, then of the squares of each row
         take_rows(v, its_tag, asked);
 #pragma unroll
         for (int i = 0; i < ROWS * EACH; ++i) {
@@ -225,16 +226,16 @@ class Stages : protected Layout<M> {
         __syncwarp();
     }
 
-    // A vector of a layer, such as M::LN_1_WEIGHT; ln_f's stand where those of one more layer would.
+    // A vector of a layer, such as M::LN_1_WEIGHT. The vectors of ln_f are stored as those of layer LAYERS.
     __device__ __forceinline__ const T* vector(int of_layer, int which) const {
         return a.vectors + (static_cast<long long>(of_layer) * (M::VECTORS * WIDTH) + which * WIDTH);
     }
 
-    // Where the sums of a stage meet.
+    // The buffer for the warps' sums of a stage; stages alternate between two.
     template <Stage STAGE>
     __device__ __forceinline__ float* partial() const { return STAGE % 2 ? shared.other_partial : shared.partial; }
 
-    // A stage's outputs with bias and residual.
+    // Adds bias and residual to a stage's outputs and posts them.
     template <Stage STAGE, int BIAS_AT, typename P>
     __device__ __forceinline__ void post_residual(int at) {
         P::template each<PER>(shared.plan.units[STAGE], partial<STAGE>(), [&](int own, int row, float (&value)[PER]) {

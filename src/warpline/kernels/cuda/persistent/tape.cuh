@@ -1,14 +1,12 @@
-// The weights as a tape that every block reads from its own beginning to its own end, once per token, and around again.
+// The weights as a tape: every block reads its own part from beginning to end once per token, and then starts again.
 //
-// A tape is made of steps, a step of one tile per warp, a tile of 16 bytes per lane. RING steps are on their way or
-// waiting in shared memory at any time, across all the places where the blocks wait for each other. With bulk copies
-// (sm_90) one thread of an extra warp does nothing but copy, at its own pace. With cp.async (sm_80) each lane copies its
-// own 16 bytes and is the only one to read them back, so it waits for nobody. Without (Turing) a lane loads its bytes into
-// registers when it takes them, which is before it waits for what they are multiplied with.
-// Tried and lost: every lane's own copies on sm_90 too, which keep addresses in registers that the stages need; a warp whose
-// lanes each copy into a slot, which takes longer for one; pauses between the copies, which memory spends waiting; having L2
-// fetch steps before they are copied, which gained gpt2-xl less than copying sooner; having L2 keep a part of the LM head from
-// one token to the next.
+// The idea: a tape consists of steps, a step of one tile per warp, a tile of 16 bytes per lane. RING steps are in flight or
+// waiting in shared memory at any time, also while blocks wait for each other. With bulk copies (sm_90) one thread of a producer
+// warp does all copies. With cp.async (sm_80) each lane copies its own 16 bytes and alone reads them back, so no barrier is
+// needed. On Turing a lane loads its bytes into registers in `take`, before it waits for the rows.
+// Tried and lost: per-lane copies on sm_90 (they keep addresses in registers that the stages need); a producer warp whose lanes
+// each copy into a slot (slower per copy); pauses between copies (memory idles); prefetch into L2 ahead of the copies (gains
+// gpt2-xl less than copying sooner); a part of the LM head kept in L2 between tokens.
 #pragma once
 #include "common.cuh"
 #include "persistent/exchange.cuh"
@@ -18,10 +16,10 @@ namespace warpline {
 
 using Bits = Vec<unsigned, 4>;
 
-// Bytes on their way to a block at most. On an H200, 32 kB cost gpt2-xl 4 % and gpt2 2 %, and no limit costs gpt2 in float32 8 %.
+// Most bytes in flight to one block. On an H200, 32 kB cost gpt2-xl 4 % and gpt2 2 %; no limit costs gpt2 in float32 8 %.
 constexpr int IN_FLIGHT = 48 << 10;
 
-// As barrier_passed, but an answer at once.
+// Like barrier_passed, but it never waits: mbarrier.test_wait.
 __device__ __forceinline__ bool has_passed(unsigned long long* barrier, unsigned parity) {
     unsigned passed = 1;
 #if __CUDA_ARCH__ >= 900
@@ -33,10 +31,10 @@ __device__ __forceinline__ bool has_passed(unsigned long long* barrier, unsigned
     return passed != 0;
 }
 
-// Steps that are taken from the tape at once.
+// Most steps that one `take` moves to registers.
 constexpr int MOST_TAKEN = 8;
 
-// What was in these registers is not kept: they may hold anything.
+// Marks registers as undefined, so that the compiler does not preserve their old values.
 template <int N>
 __device__ __forceinline__ void forget(Bits (&held)[N]) {
 #pragma unroll
@@ -46,16 +44,16 @@ __device__ __forceinline__ void forget(Bits (&held)[N]) {
     }
 }
 
-// A block's part of the tape, in steps: where it begins, and of which `length` a token takes all but `left_out` from `from` on.
+// A block's part of the tape, in steps: it begins at `begin`; a token uses `length` steps except `left_out` ones from `from` on.
 struct TapeRange {
     int begin, length, from, left_out;
 
     __device__ __forceinline__ int steps() const { return length - left_out; }
-    // Where the step is that a token takes as its i-th.
+    // Position on the tape of the i-th step of a token.
     __device__ __forceinline__ int at(int i) const { return begin + i + (i < from ? 0 : left_out); }
 };
 
-// Where copies arrive, in shared memory.
+// The ring buffer in shared memory, and two mbarriers for each of its slots.
 template <int WARPS, int RING>
 struct TapeRing {
     Bits slot[RING][WARPS * WARP];
@@ -79,7 +77,7 @@ class Tape {
     }
 
    public:
-    // All threads of the block; a barrier of all must follow.
+    // Requires: all threads of the block call it, and a barrier of the block follows.
     static __device__ __forceinline__ void prepare(Ring& ring) {
         if constexpr (HAS_BULK_COPIES) {
             if (thread_index() == 0) {
@@ -92,10 +90,11 @@ class Tape {
         }
     }
 
-    // What the thread does that copies for the block: all steps `times` over. It ends early when the block has.
-    // It has 300 cycles for a step of 5 kB, or memory waits for it (at 320 a token of gpt2-xl took 960 us, not 891): so it finds out
-    // about the next slot while it fills this one, and where `all` lies is hidden, because the compiler would work it out each time.
-    // But what is on its way to a multiprocessor delays what blocks say to each other: no more than IN_FLIGHT bytes may be.
+    // The loop of the producer thread: copies all steps `times` times, and ends early when the block has finished.
+    // A step of 5 kB may take 300 cycles, or memory idles (at 320, gpt2-xl took 960 us per token instead of 891). So the barriers
+    // of the next slot are tested while this one is filled, and the asm hides the address of `all`, which the compiler would
+    // recompute each time. Copies in flight to a multiprocessor delay the exchange words, so at most IN_FLIGHT bytes are
+    // outstanding.
     static __device__ __forceinline__ void feed(const Bits* tape, const TapeRange& range, int times, Ring& all, WatchdogTimer& timer) {
         constexpr int MOST = IN_FLIGHT / static_cast<int>(STEP * sizeof(Bits)), WINDOW = MOST < RING ? MOST : RING;  // steps
         static_assert(WINDOW > 0);
@@ -103,8 +102,8 @@ class Tape {
         asm volatile("" : "+l"(ring));
         const int steps = range.steps();
         const Bits *const begin = tape + static_cast<long long>(range.begin) * STEP, *from = begin;
-        int step = 0, into = 0, before = RING - WINDOW;  // the next step, its slot, and that of the step WINDOW before it
-        unsigned free = 1, landed = 1;                   // the first round finds every slot empty
+        int step = 0, into = 0, before = RING - WINDOW;  // the next step, its slot, and the slot of the step WINDOW before it
+        unsigned free = 1, landed = 1;                   // in the first round every slot is empty
         bool ready = true;
         for (int left = steps * times; left > 0; --left) {
             bool ended = false;
@@ -132,7 +131,7 @@ class Tape {
             ready = has_passed(ring->empty + into, free) & has_passed(ring->full + before, landed);
             copy_bulk(ring->slot[slot], source, STEP * sizeof(Bits), ring->full + slot);
         }
-        for (int i = 0; i < RING && times > 0; ++i) {  // copies under way must not outlive the block
+        for (int i = 0; i < RING && times > 0; ++i) {  // copies in flight must not outlive the block
             while (!barrier_passed(ring->full + i, i < into ? free ^ 1 : free)) continue;
         }
     }
@@ -143,14 +142,14 @@ class Tape {
         }
     }
 
-    // The next `count` steps into registers, at most N; the rest may be anything. Their places are filled again.
+    // Moves the next `count` steps, at most N, to registers; the other registers are undefined. The slots are refilled.
     template <int N>
     __device__ __forceinline__ void take(Bits (&held)[N], int count) {
         static_assert(N < RING || !HAS_ASYNC_COPIES);
         forget(held);
         count = min(count, N);
         const int thread = thread_index(), lane = thread % WARP;
-        // Each lane waits for, and later gives back, the slot of one step.
+        // Each lane waits for, and later releases, the slot of one step.
         const int later = slot + lane < RING ? slot + lane : slot + lane - RING;
         if constexpr (HAS_BULK_COPIES) {
             const unsigned its_parity = slot + lane < RING ? parity : parity ^ 1;
@@ -190,7 +189,7 @@ class Tape {
         slot = slot + count < RING ? slot + count : slot + count - RING;
     }
 
-    // Copies that are still under way must not outlive the block.
+    // Copies in flight must not outlive the block.
     __device__ __forceinline__ void stop() { wait_for_copies<0>(); }
 };
 
