@@ -149,6 +149,26 @@ def test_public_names_have_docstrings(name: str) -> None:
             assert value.__doc__, f"{name}.{attribute}"
 
 
+@pytest.mark.parametrize("name", modules())
+def test_listed_names_exist(name: str) -> None:
+    module = importlib.import_module(name)
+    assert [listed for listed in getattr(module, "__all__", ()) if not hasattr(module, listed)] == []
+
+
+def test_functions_stay_short() -> None:
+    """Without their docstrings. Kernels are closures that are compiled whole, and a command has its options."""
+    long: dict[str, int] = {}
+    for path in SOURCE.rglob("*.py"):
+        if room(path) in ("kernels", "cli"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                documented = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+                count = (node.end_lineno or 0) - (documented or 0)
+                long |= {f"{path}:{node.name}": count} if count > 60 else {}
+    assert not long
+
+
 def test_files_stay_small() -> None:
     files = [path for folder in ("src", "tests", "tools", "examples") for path in (ROOT / folder).rglob("*.py")]
     long = {str(path): count for path in files if (count := len(path.read_text().splitlines())) > 400}

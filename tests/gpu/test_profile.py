@@ -11,10 +11,9 @@ import torch
 
 from tests.conftest import SMALL
 from warpline.cli.main import main
-from warpline.profile import collect as recording
-from warpline.profile import tree
+from warpline.profile import recorders, tree
 from warpline.profile.classify import classes, classify
-from warpline.profile.collect import Wish, collect
+from warpline.profile.collect import ProfileRequest, collect
 from warpline.profile.compare import compare
 from warpline.profile.names import BLOCKS
 from warpline.profile.roofline import whole
@@ -30,7 +29,7 @@ pytestmark = [  # warnings of torch
 def profiled(method: str, **changes: Any) -> Session:
     torch._dynamo.reset()
     usual: dict[str, Any] = {"model": SMALL, "dtype": "fp16", "device": "cuda", "context": 20, "steps": 6}
-    return collect(Wish(method=method, **usual | changes))
+    return collect(ProfileRequest(method=method, **usual | changes))
 
 
 METHODS = ["naive", "torch", "hf-eager", "hf-sdpa", "static-kv", "static-kv-graph", "kernels", "graph", "persistent"]
@@ -137,9 +136,9 @@ def test_the_persistent_kernels_stages_compare_with_the_graphs_kernels() -> None
 
 def test_without_cupti(monkeypatch: pytest.MonkeyPatch) -> None:
     def blind(*_: Any) -> Any:
-        raise recording.CuptiMissingError("torch.profiler sees nothing of this GPU")
+        raise recorders.CuptiMissingError("torch.profiler sees nothing of this GPU")
 
-    monkeypatch.setattr(recording, "_kineto", blind)
+    monkeypatch.setattr(recorders, "by_kineto", blind)
     session = profiled("torch")
     assert {phase.source for phase in session.phases} == {"events"}
     assert "modules are timed by events" in session.notes[0]

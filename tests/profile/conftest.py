@@ -108,6 +108,6 @@ def _kernel(path: ModulePath) -> str:
 @pytest.fixture(scope="session")
 def recorded() -> Session:
     """Record the naive model in a real run."""
-    from warpline.profile.collect import Wish, collect
+    from warpline.profile.collect import ProfileRequest, collect
 
-    return collect(Wish(method="naive", model=SMALL, dtype="fp32", device="cpu", context=12, steps=4))
+    return collect(ProfileRequest(method="naive", model=SMALL, dtype="fp32", device="cpu", context=12, steps=4))

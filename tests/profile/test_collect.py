@@ -22,13 +22,14 @@ from warpline.errors import ConfigError
 from warpline.model import observe
 from warpline.model.weights import load
 from warpline.profile import collect as recording
-from warpline.profile import stamps, tree
+from warpline.profile import recorders, stamps, tree
 from warpline.profile.classify import classes
-from warpline.profile.collect import MOST_STEPS, Wish, collect, convert, timed_spans
+from warpline.profile.collect import MOST_STEPS, ProfileRequest, collect
 from warpline.profile.events import aggregate
 from warpline.profile.instruments import placed, reason_against, sequencer_of, watched
 from warpline.profile.names import BLOCKS, op_path
 from warpline.profile.order import by_products
+from warpline.profile.recorders import convert, timed_spans
 from warpline.profile.session import Session, Work
 
 CPU = torch.device("cpu")
@@ -40,16 +41,16 @@ def test_a_warning_of_some_versions_is_not_the_user_s(monkeypatch: pytest.Monkey
             warnings.warn("Warning: Profiler clears events at the end of each cycle.", UserWarning, stacklevel=2)
             super().start()
 
-    monkeypatch.setattr(recording, "profile", Warns)
-    assert collect(wish("torch", phases=("decode",))).phases  # warnings are errors here
+    monkeypatch.setattr(recorders, "profile", Warns)
+    assert collect(wanted("torch", phases=("decode",))).phases  # warnings are errors here
 
 
-def wish(method: str, **changes: Any) -> Wish:
+def wanted(method: str, **changes: Any) -> ProfileRequest:
     usual: dict[str, Any] = {"model": SMALL, "dtype": "fp32", "device": "cpu", "context": 12, "steps": 4}
-    return Wish(method=method, **usual | changes)
+    return ProfileRequest(method=method, **usual | changes)
 
 
-def made(name: str, one: Wish) -> tuple[Method, Any]:
+def made(name: str, one: ProfileRequest) -> tuple[Method, Any]:
     """Return a method, and prompts in its form."""
     weights = load(SMALL)
     prompts = torch.randint(weights.config.vocab_size, (one.batch, one.context))
@@ -59,7 +60,7 @@ def made(name: str, one: Wish) -> tuple[Method, Any]:
 
 @pytest.mark.parametrize("name", ["naive", "torch", "hf-eager", "hf-sdpa", "static-kv"])
 def test_modules_sum_to_the_step(name: str) -> None:
-    session = collect(wish(name, batch=2))
+    session = collect(wanted(name, batch=2))
     assert [phase.name for phase in session.phases] == ["prefill", "decode"]
     for phase in session.phases:
         root = tree.build(phase)
@@ -83,26 +84,26 @@ def test_modules_sum_to_the_step(name: str) -> None:
 @pytest.mark.alone
 def test_recorded_steps_fill_the_time_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with the wall clock around the same generation."""
-    one = wish("torch", steps=37)
+    one = wanted("torch", steps=37)
     method, prompts = made("torch", one)
     method.generate(prompts, one.case.new)
     passed: list[float] = []
-    run = recording._run
+    run = recorders._run
 
     def timed_run(*args: Any) -> None:
         start = time.perf_counter()
         run(*args)
         passed.append(1e6 * (time.perf_counter() - start))
 
-    monkeypatch.setattr(recording, "_run", timed_run)
-    events = recording._kineto(method, prompts, 40, 1)
+    monkeypatch.setattr(recorders, "_run", timed_run)
+    events = recorders.by_kineto(method, prompts, 40, 1)
     found = aggregate(events, expected=40, on_gpu=False)
     assert 0.95 * passed[0] < sum(found.steps) < 1.02 * passed[0]
 
 
 @pytest.mark.skipif(StaticKVCompiled.missing() is not None, reason=str(StaticKVCompiled.missing()))
 def test_loops_of_compiled_code_are_seen() -> None:
-    phase = collect(wish("static-kv-compile", phases=("decode",))).phases[0]
+    phase = collect(wanted("static-kv-compile", phases=("decode",))).phases[0]
     loops = {row.path[-1]: row for row in phase.kernels if "cpp_fused" in row.name and row.path}
     assert {"ln_1", "ln_2", "ln_f", "activation"} <= set(loops)
     assert not any("Compiled" in row.name for row in phase.kernels)
@@ -113,7 +114,7 @@ def test_loops_of_compiled_code_are_seen() -> None:
 
 @pytest.mark.parametrize("name", ["naive", "torch", "hf-sdpa", "static-kv", "cpu", "kernels"])
 def test_nothing_stays_behind(name: str) -> None:
-    one = wish(name)
+    one = wanted(name)
     method, prompts = made(name, one)
     expected = method.generate(prompts, 5).clone()
     marks: list[int] = []
@@ -153,23 +154,23 @@ def test_unwatched_model_enters_nothing() -> None:
 )
 def test_bad_wishes(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        wish("torch", **changes)
+        wanted("torch", **changes)
 
 
 def test_what_cannot_be_profiled_says_why() -> None:
     with pytest.raises(ConfigError, match="positions are more than"):
-        collect(wish("torch", context=4000))
+        collect(wanted("torch", context=4000))
     with pytest.raises(ConfigError, match="runs on cuda only"):
-        collect(wish("graph"))
+        collect(wanted("graph"))
     assert "outside of torch" in str(reason_against(methods.find("ctranslate2")))
     assert "profile that executor" in str(reason_against(methods.find("warpline")))
-    method, _ = made("warpline", wish("warpline"))
+    method, _ = made("warpline", wanted("warpline"))
     with pytest.raises(ConfigError, match="profile that executor"):
         watched(method, lambda: None, lambda _: pytest.fail("nothing is seen"))
 
 
 def test_passes_over_one_prompt_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = wish("torch", batch=2)
+    one = wanted("torch", batch=2)
     method, given = made("torch", one)
     monkeypatch.setattr(method._executor, "prompt_tokens", 7)  # type: ignore[attr-defined]
     marks: list[int] = []
@@ -240,16 +241,16 @@ def test_events_in_place_of_cupti() -> None:
 
 
 def test_cupti_missing_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = wish("torch")
+    one = wanted("torch")
     method, prompts = made("torch", one)
     method.generate(prompts, one.case.new)
 
     def blind(*_: Any) -> Any:
-        raise recording.CuptiMissingError("torch.profiler sees nothing of this GPU")
+        raise recorders.CuptiMissingError("torch.profiler sees nothing of this GPU")
 
-    real = recording._kineto
-    monkeypatch.setattr(recording, "_kineto", blind)
-    monkeypatch.setattr(recording, "_by_events", real)
+    real = recorders.by_kineto
+    monkeypatch.setattr(recorders, "by_kineto", blind)
+    monkeypatch.setattr(recorders, "by_events", real)
     recorder = recording._Recorder(method, prompts, one)
     phase = recorder.phase("decode")
     assert phase.source == "events"
@@ -281,7 +282,7 @@ def test_kernels_are_placed_by_the_schedule(
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_tables_of_an_executor_that_ran(batch: int, phase: str) -> None:
     """The kernels executor runs its table on a CPU too, by references; the names of kernels are made up here."""
-    one = wish("kernels", batch=batch)
+    one = wanted("kernels", batch=batch)
     method, prompts = made("kernels", one)
     marks: list[int] = []
     with watched(method, lambda: marks.append(1), lambda _: pytest.fail("there are no spans")):
@@ -373,8 +374,10 @@ def test_recorded_session_knows_where_it_comes_from(recorded: Session) -> None:
 def test_a_step_lost_in_noise_is_not_given_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """First tokens took longer than whole generations: the recorded steps count, and the session says so."""
     monkeypatch.setattr(recording, "interleave", lambda *_, **__: [("decode", s) for s in (0.7, 0.5) * 3])
-    wish = Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2, phases=("decode",))
-    session = collect(wish)
+    request = ProfileRequest(
+        method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2, phases=("decode",)
+    )
+    session = collect(request)
     (phase,) = session.phases
     assert phase.plain_us == phase.step_us
     assert any("noise" in note for note in session.notes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL
-from tests.profile.test_collect import CPU, wish
+from tests.profile.test_collect import CPU, wanted
 from warpline.bench.methods.ours import OnCpu
 from warpline.model import cost
 from warpline.model.weights import load
@@ -20,7 +20,7 @@ from warpline.profile.verdict import verdict
 @pytest.mark.parametrize(("name", "dtype"), [("cpu", "fp32"), ("cpu-int8", "int8")])
 def test_the_cpu_executor_shows_its_stages(name: str, dtype: str) -> None:
     """By the clocks of its threads; a pass over a prompt is two calls. Weights in int8 have the bytes of int8."""
-    session = collect(wish(name, dtype=dtype))
+    session = collect(wanted(name, dtype=dtype))
     assert (session.method, session.dtype) == (name, dtype)
     for phase in session.phases:
         assert tree.build(phase).us == pytest.approx(phase.step_us, rel=0.02)
@@ -45,7 +45,7 @@ def test_the_cpu_executor_shows_its_stages(name: str, dtype: str) -> None:
 
 def test_steps_that_are_not_stamped_cost_nothing_more() -> None:
     """After a profile the executor writes no clocks; during one, clocks of threads only increase."""
-    method = OnCpu(load(SMALL), wish("cpu").case, CPU)
+    method = OnCpu(load(SMALL), wanted("cpu").case, CPU)
     given = method.given(torch.zeros(1, 12, dtype=torch.int64))
     found = method.stamped(given, 5, 2)
     assert len(found.us) == 2

@@ -19,9 +19,8 @@ from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
 from warpline.model.weights import load, read_config
-from warpline.profile import collect as recording
-from warpline.profile import stamps, tree
-from warpline.profile.collect import Wish
+from warpline.profile import recorders, stamps, tree
+from warpline.profile.collect import ProfileRequest
 from warpline.profile.events import aggregate
 from warpline.profile.names import BLOCKS
 from warpline.profile.session import Work
@@ -44,13 +43,13 @@ class HostEvent:
 def test_modules_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", HostEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    one = Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=12, steps=4)
+    one = ProfileRequest(method="torch", model=SMALL, dtype="fp32", device="cpu", context=12, steps=4)
     weights = load(SMALL)
     prompts = torch.randint(weights.config.vocab_size, (1, 12))
     method = methods.find("torch")(weights, one.case, torch.device("cpu"))
     given = method.given(prompts)
     method.generate(given, one.case.new)
-    events = recording._by_events(method, given, one.case.new, 1)
+    events = recorders.by_events(method, given, one.case.new, 1)
     found = aggregate(events, expected=one.case.new, skip=3, on_gpu=True)
     assert len(found.steps) == 4
     paths = {row.path for row in found.spans}
@@ -96,7 +95,7 @@ def test_stamps_are_asked_for_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
             self.clocks[:] = long.repeat(self.tokens).cumsum(0)
             time.sleep(0.001 * n)
 
-    one = Wish(method="persistent", model=SMALL, dtype="fp16", device="cpu", context=4, steps=6)
+    one = ProfileRequest(method="persistent", model=SMALL, dtype="fp16", device="cpu", context=4, steps=6)
     monkeypatch.setattr(executors, "create", lambda *_: Stamping())
     method = OnPersistent(load(SMALL), one.case, torch.device("cpu"))
     found = method.stamped(method.given(torch.zeros(1, 4, dtype=torch.int64)), 7, stamps.RUNS)

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import SMALL
 from tests.profile.conftest import made_up
 from warpline.profile import collect
-from warpline.profile.collect import Wish
+from warpline.profile.collect import ProfileRequest
 from warpline.profile.compare import compare
 from warpline.profile.session import Session, SpanRow, Work, dumps, loads
 from warpline.profile.verdict import findings, verdict
@@ -66,7 +66,7 @@ def test_the_verdict_says_whose_time_it_takes() -> None:
 def test_a_step_that_nobody_records_is_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it was seven times as long; then the recorded steps count, and a note says so."""
     monkeypatch.setattr(collect._Recorder, "_plain", lambda self, name: 1e9)
-    found = collect.collect(Wish(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2))
+    found = collect.collect(ProfileRequest(method="torch", model=SMALL, dtype="fp32", device="cpu", context=8, steps=2))
     for phase in found.phases:
         assert phase.plain_us == phase.step_us
         assert collect.NOISE.format(phase.name) in found.notes

@@ -19,7 +19,7 @@ from warpline.errors import ConfigError, WarplineError, one_of
 from warpline.profile.session import PHASES, Session, read, save, write
 
 if TYPE_CHECKING:
-    from warpline.profile.collect import Wish
+    from warpline.profile.collect import ProfileRequest
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def profile(
         return
     pairs = _pairs(words, dtype)
     wishes = _wishes(pairs, model, device, batch=batch, context=context, steps=steps, phases=phases)
-    _check_gpu(gpu, [wish.dtype for wish in wishes])
+    _check_gpu(gpu, [request.dtype for request in wishes])
     if len(wishes) > 1 and (alone := [name for name, path in files.items() if path] + ["--json"] * as_json):
         raise ConfigError(f"{alone[0]} is for one method, not {len(wishes)}: --save keeps several")
     for found in _recorded(wishes):
@@ -129,17 +129,17 @@ def _pairs(words: list[str], dtype: str | None) -> list[tuple[str, str | None]]:
     return list(dict.fromkeys(found))
 
 
-def _wishes(pairs: list[tuple[str, str | None]], model: str | None, device: str, **shape: Any) -> list[Wish]:
+def _wishes(pairs: list[tuple[str, str | None]], model: str | None, device: str, **shape: Any) -> list[ProfileRequest]:
     EngineConfig(device=device)
 
     import torch
 
-    from warpline.profile.collect import Wish
+    from warpline.profile.collect import ProfileRequest
 
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     on_gpu = target.startswith("cuda")
     return [
-        Wish(
+        ProfileRequest(
             method=f"{method}-int8" if dtype == "int8" and f"{method}-int8" in INT8 else method,
             model=model or ("random:gpt2" if on_gpu else "stories"),
             dtype=dtype or ("int8" if method in INT8 else "fp16" if on_gpu else "fp32"),
@@ -150,7 +150,7 @@ def _wishes(pairs: list[tuple[str, str | None]], model: str | None, device: str,
     ]
 
 
-def _recorded(wishes: list[Wish]) -> Iterator[Session]:
+def _recorded(wishes: list[ProfileRequest]) -> Iterator[Session]:
     """Yield the sessions one by one, recorded in one process. Of several methods, one that fails is reported and the
     others continue; at the end it is an error."""
     from warpline.bench.run import Bench
@@ -160,16 +160,16 @@ def _recorded(wishes: list[Wish]) -> Iterator[Session]:
 
     bench = Bench(Settings(wishes[0].device))
     failed: list[str] = []
-    for wish in wishes:
+    for request in wishes:
         try:
-            with progress(f"Profiling {wish.label}", 2 + len(wish.phases)) as advance:
-                found = collect(wish, advance, bench)
+            with progress(f"Profiling {request.label}", 2 + len(request.phases)) as advance:
+                found = collect(request, advance, bench)
         except (RuntimeError, ImportError, ValueError, TypeError, WarplineError) as error:
             if len(wishes) == 1:
                 raise
-            logger.debug("%s failed", wish.label, exc_info=True)
-            typer.echo(f"{wish.label}: {(str(error).splitlines() or [type(error).__name__])[0]}", err=True)
-            failed.append(wish.label)
+            logger.debug("%s failed", request.label, exc_info=True)
+            typer.echo(f"{request.label}: {(str(error).splitlines() or [type(error).__name__])[0]}", err=True)
+            failed.append(request.label)
         else:
             yield found
     if failed:

@@ -13,7 +13,7 @@ from warpline.errors import ConfigError, KernelError
 from warpline.hardware import ARCH_LIMITS
 from warpline.model.weights import Weights
 
-__all__ = ["EXECUTORS", "Executor", "begin", "choose", "create"]
+__all__ = ["EXECUTORS", "Executor", "create", "resolve", "start_compiling"]
 
 #: Every executor and its module, which is imported when the executor is chosen.
 EXECUTORS = {

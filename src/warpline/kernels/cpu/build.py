@@ -25,7 +25,7 @@ from warpline.kernels.cpu.machine import ENTRY
 SEEN = {"fp32": np.float32, "fp16": np.int16, "bf16": np.uint16, "int8": np.int8}
 
 #: Functions whose sums the compiler may reorder: one copy of each, so that all callers add in the same order.
-ONE_COPY = ("normalise", "mass_above", "sum_of_exp")
+ONE_COPY = ("normalise", "weight_above", "sum_of_exp")
 
 
 def lowered(stored: str, cached: str, activation: str) -> str:

@@ -59,6 +59,9 @@ def compiled(source: str, apart: Sequence[str] = ()) -> bytes:
     """Compile an LLVM module to machine code. Only the entry is visible from outside, so the optimiser may change or
     remove everything else; functions with a name in `apart` are not inlined."""
     module, cpu = llvm.parse_assembly(source), target()
+    missing = [name for name in apart if not any(name in function.name for function in module.functions)]
+    if missing:
+        raise ValueError(f"no function is called {', '.join(missing)}")
     for function in module.functions:
         if not function.is_declaration and function.name != ENTRY:
             function.linkage = "internal"

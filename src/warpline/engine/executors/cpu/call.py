@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from warpline.config import ModelConfig
 from warpline.engine.clock import Drafted
+from warpline.engine.executors.cpu.memory import ALONE, Memory
 from warpline.engine.request import Request
 from warpline.engine.slots import Slots
 from warpline.kernels.cpu.sizes import (
@@ -23,14 +23,8 @@ from warpline.kernels.cpu.sizes import (
     GROUP,
     GUESS,
     KINDS,
-    LINE,
     PANEL,
-    ROOM,
-    SUMS,
     TOGETHER,
-    apart,
-    attending,
-    row_bytes,
 )
 from warpline.kernels.cpu.words import (
     AWAITED,
@@ -52,8 +46,6 @@ from warpline.model.screen import Screen
 PIECES = 6
 #: Stages counted from the end: after the last layer's keys and values, and after its attention.
 BEHIND_KEYS, BEHIND_ATTENTION = -5, -4
-#: Most rows for which each thread prepares x itself, instead of waiting for others.
-ALONE = 4
 #: Tokens of prompts that go through the stages together: a multiple of the rows of a block (panels.py).
 PROMPT_ROWS = 132
 
@@ -81,92 +73,48 @@ class Call:
         drafts: int = 0,
         table: np.ndarray | None = None,
     ):
-        width, vocab, layers, lanes = config.n_embd, config.vocab_size, range(config.n_layer), slots.count
-        self._tensors, self._threads, self._heads = tensors, threads, config.n_head
-        # Memory that is never written costs nothing, so there is room for every slot with all of its drafts.
-        chosen = lanes * (1 + drafts)
+        self._tensors, self._threads, self._heads, self._drafts = tensors, threads, config.n_head, drafts
+        chosen = slots.count * (1 + drafts)
         rows = max(chosen, PROMPT_ROWS)
-        inner = config.inner
-        # Rows that products read directly are padded, so that they do not compete for the same cache sets.
-        self.x, attended, hidden = (torch.empty(rows, size) for size in (width, apart(width), apart(inner)))
-        self.attended = attended[:, :width]
-        self.logits, noisy, raw = (torch.empty(chosen, vocab) for _ in range(3))
-        qkv = torch.empty(rows, 3 * width)
-        marks = torch.from_numpy(np.zeros((chosen, vocab), np.uint8))
-        # Prepared rows for products; and per thread a few rows and scratch, for a product or for attention.
-        inputs = max(width, inner)
-        of_row = max(row_bytes(inputs), 4 * apart(inputs))
-        prepared = torch.empty(rows * of_row, dtype=torch.uint8)
-        products = (ALONE + 1) * of_row + 4 * (ROOM * inputs + SUMS) + LINE
-        each = max(products, 4 * attending(width // config.n_head, slots.capacity))
-        private = torch.empty(threads, -(-each // LINE) * LINE // 4)
-        scales = [config.attention_scale(layer) for layer in layers]
-        stages = []
-        for i in layers:
-            cache = {
-                "keys": slots.cache.k[i],
-                "values": slots.cache.v[i],
-                "source": qkv,
-                "target": attended,
-                "target_apart": attended.shape[1],
-            }
-            stages += [
-                self._product(f"h.{i}.attn.c_attn", Form.STORED, self.x, qkv, 3 * width, norm=f"h.{i}.ln_1"),
-                _stage(form=Form.CACHED, **cache),
-                _stage(form=Form.ATTENTION, **cache, scale=1 + i),
-                self._product(f"h.{i}.attn.c_proj", Form.ADDED, attended, self.x, width),
-                self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, self.x, hidden, inner, norm=f"h.{i}.ln_2"),
-                self._product(f"h.{i}.mlp.c_proj", Form.ADDED, hidden, self.x, width, inputs=inner),
-            ]
-        stages.append(self._product(head, Form.STORED, self.x, self.logits, vocab, norm="ln_f", more=_told_of(screen)))
+        memory = Memory.of(config, slots, rows=rows, chosen=chosen, threads=threads)
+        self.x, self.logits, self.attended = memory.x, memory.logits, memory.attended[:, : config.n_embd]
+        stages = [stage for layer in range(config.n_layer) for stage in self._layer(layer, config, slots, memory)]
+        last = _told_of(screen)
+        stages.append(
+            self._product(head, Form.STORED, memory.x, memory.logits, config.vocab_size, norm="ln_f", more=last)
+        )
         self._stages = len(stages)
         self._sequences, self._positions, self._lanes = (np.zeros(rows, np.int64) for _ in range(3))
         self._firsts = np.arange(rows + 1)
-        self._drafts = drafts
-        self._known_to: list[Request | None] = [None] * (lanes + 1)  # the request that a slot's chances belong to
+        self._known_to: list[Request | None] = [None] * (slots.count + 1)  # the request that a slot's chances belong to
         self._price = np.ones(1, np.float32)
-        self._chances = np.zeros((lanes + 1, KINDS), np.float32)
-        self._counted, guesses = np.zeros((lanes + 1, COUNTS), np.int64), np.zeros((lanes + 1, GUESS), np.int64)
-        self._wants = np.zeros(lanes + 1, np.uint8)
+        self._chances = np.zeros((slots.count + 1, KINDS), np.float32)
+        self._counted = np.zeros((slots.count + 1, COUNTS), np.int64)
+        self._wants = np.zeros(slots.count + 1, np.uint8)
         self._shared = np.zeros((len(SHARED), 16), np.int64)  # one word in every other cache line
         self._done = slots.done.numpy()
         told: dict[Word, Any] = {
+            **_of_model(config, tensors),
             Word.SLOTS: slots.count + 1,
-            Word.WIDTH: width,
-            Word.HEADS: config.n_head,
-            Word.VOCAB: vocab,
             Word.CAPACITY: slots.capacity,
-            Word.WINDOW: config.window or 0,
-            Word.EOS: config.eos_number,
             Word.STAGES: len(stages),
-            Word.PRIVATE_SIZE: private.shape[1],
             Word.THREADS: threads,
-            Word.EMBEDDING: tensors["wte.weight"],
-            Word.EMBEDDING_SCALES: tensors.get("wte.weight" + SCALE, 0),
-            Word.POSITION_EMBEDDING: tensors["wpe.weight"],
-            Word.SETTINGS: np.array([config.layer_norm_epsilon, *scales], np.float32),
             Word.LANE_SLOTS: self._lanes,
             Word.FIRSTS: self._firsts,
             Word.PRICE: self._price,
             Word.CHANCES: self._chances,
-            Word.GUESSES: guesses,
+            Word.GUESSES: np.zeros((slots.count + 1, GUESS), np.int64),
             Word.COUNTED: self._counted,
             Word.TABLE: 0 if table is None else table,
             Word.TABLE_SIZE: 0 if table is None else len(table),
             Word.WANTS: self._wants,
             Word.SEQUENCES: self._sequences,
             Word.POSITIONS: self._positions,
-            Word.X: self.x,
-            Word.LOGITS: self.logits,
-            Word.NOISY: noisy,
-            Word.MARKS: marks,
-            Word.RAW: raw,
-            Word.PREPARED: prepared,
-            Word.PRIVATE: private,
+            **memory.words(),
             **{word: getattr(slots, word.name.lower()) for word in RECORD},
             **dict(zip(SHARED, self._shared, strict=True)),
         }
-        self._kept = [*told.values(), qkv, hidden, slots.cache, screen]  # keeps the memory at these addresses alive
+        self._kept = [*told.values(), memory, slots.cache, screen]  # keeps the memory at these addresses alive
         self._words = np.array([_word(told.get(word, 0)) for word in Word] + [word for s in stages for word in s])
         self._rows: tuple[int, ...] = ()
         self._lane_count = 0
@@ -295,6 +243,25 @@ class Call:
         words[Word.LOGPROB], words[Word.TOPS] = _word(slots.logprob), slots.top_token.shape[-1]
         words[Word.TOP_LOGPROB], words[Word.TOP_TOKEN] = _word(slots.top_logprob), _word(slots.top_token)
 
+    def _layer(self, i: int, config: ModelConfig, slots: Slots, memory: Memory) -> list[list[int]]:
+        """Return the stages of layer `i`."""
+        x, width, inner = memory.x, config.n_embd, config.inner
+        cache = {
+            "keys": slots.cache.k[i],
+            "values": slots.cache.v[i],
+            "source": memory.qkv,
+            "target": memory.attended,
+            "target_apart": memory.attended.shape[1],
+        }
+        return [
+            self._product(f"h.{i}.attn.c_attn", Form.STORED, x, memory.qkv, 3 * width, norm=f"h.{i}.ln_1"),
+            _stage(form=Form.CACHED, **cache),
+            _stage(form=Form.ATTENTION, **cache, scale=1 + i),
+            self._product(f"h.{i}.attn.c_proj", Form.ADDED, memory.attended, x, width),
+            self._product(f"h.{i}.mlp.c_fc", Form.ACTIVATED, x, memory.hidden, inner, norm=f"h.{i}.ln_2"),
+            self._product(f"h.{i}.mlp.c_proj", Form.ADDED, memory.hidden, x, width, inputs=inner),
+        ]
+
     def _product(
         self,
         name: str,
@@ -338,6 +305,22 @@ def _groups(slots: np.ndarray, positions: np.ndarray, most: int) -> np.ndarray:
     begins[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
     in_run = rows - np.maximum.accumulate(np.where(begins, rows, 0))
     return np.append(rows[in_run % most == 0], len(rows))
+
+
+def _of_model(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[Word, Any]:
+    """Return what a call is told of the model besides its stages."""
+    scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
+    return {
+        Word.WIDTH: config.n_embd,
+        Word.HEADS: config.n_head,
+        Word.VOCAB: config.vocab_size,
+        Word.WINDOW: config.window or 0,
+        Word.EOS: config.eos_number,
+        Word.EMBEDDING: tensors["wte.weight"],
+        Word.EMBEDDING_SCALES: tensors.get("wte.weight" + SCALE, 0),
+        Word.POSITION_EMBEDDING: tensors["wpe.weight"],
+        Word.SETTINGS: np.array([config.layer_norm_epsilon, *scales], np.float32),
+    }
 
 
 def _told_of(screen: Screen | None) -> dict[str, Tensor]:

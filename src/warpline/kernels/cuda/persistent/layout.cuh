@@ -45,7 +45,6 @@ struct Layout {
     static constexpr int BIASES = (M::OUT_UNITS + M::PROJ_UNITS) * TILE_OUTPUTS;  // per layer
     static constexpr int SLAB = SLAB_OF<T, WIDTH, WARPS, M::CODED>, INNER_SLAB = SLAB_OF<T, INNER, WARPS, M::CODED>;
     static constexpr int most(int a, int b) { return a > b ? a : b; }
-    static constexpr int least(int a, int b) { return a < b ? a : b; }
     static constexpr int PITCH = ceil_div(WARPS * most(SLAB, INNER_SLAB), 64) * 64 + 32;  // neighbouring rows on different banks
     static constexpr int SUMS = TILE_OUTPUTS * ROWS * WARPS;  // per unit
 
