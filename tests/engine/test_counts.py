@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from tests.conftest import SMALL, make_weights
 from tests.engine.running import run
 from warpline import LLM, SamplingParams
 from warpline.config import ModelConfig
+from warpline.engine.clock import Clock
 from warpline.engine.engine import Engine
 from warpline.engine.executors import create
 from warpline.engine.request import Request
@@ -93,3 +95,19 @@ def test_a_context_longer_than_a_hidden_row() -> None:
     asked = [Request([3, 1, 4] * size, params, 0, i, 3 * size + 90) for i, size in enumerate((66, 1))]
     both = (run(create(name, weights, torch.device("cpu"), "fp32"), asked) for name in ("cpu", "torch"))
     assert next(both) == next(both)
+
+
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize(("prompts", "steps"), [(True, False), (False, True), (True, True)])
+def test_the_clock_of_a_cpu_asks_no_gpu(
+    prompts: bool, steps: bool, followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not a reader follows, a turn's time is the host's, and is divided where prompts and steps share it."""
+    now = iter([10.0, 12.0, 17.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = Clock(cuda=False)
+    clock.begin(prompts=prompts, steps=steps, followed=followed)
+    clock.prompted()
+    clock.stepped()
+    clock.landed()
+    assert clock.seconds() == ((2.0, 5.0) if prompts and steps else (7.0, 0.0) if prompts else (0.0, 7.0))

@@ -253,6 +253,7 @@ def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     again = subprocess.run(command(out), capture_output=True, text=True, timeout=120, check=True)
     assert "lines were done before" in again.stderr
     assert "600 texts" in again.stderr
+    assert "could not be answered" not in again.stderr
     whole = generate(path, tmp_path / "whole.jsonl", params=SamplingParams(max_tokens=30, ignore_eos=True), **ENGINE)
     assert out.read_bytes() == whole.out.read_bytes()
     refused = subprocess.run(command(out), capture_output=True, text=True, timeout=60, check=False)
