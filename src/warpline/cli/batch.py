@@ -45,20 +45,20 @@ def batch(
     top_p: TopP = _SAMPLING.top_p,
     repetition_penalty: RepetitionPenalty = _SAMPLING.repetition_penalty,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a completion; can be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of text.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end of text.")] = False,
     seed: Seed = 0,
     replicas: Annotated[
-        str | None, typer.Option(help="So many models at work, by Ray, or auto: pip install 'warpline[ray]'.")
+        str | None, typer.Option(help="Number of models that Ray runs, or auto: pip install 'warpline[ray]'.")
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")
+        str | None, typer.Option(help="Address of a running Ray cluster (auto finds it); default: one on this machine.")
     ] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Sequences that run at once; what fits if not given.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most sequences at once; default: what fits.")] = None,
     device: Device = _ENGINE.device,
     dtype: Dtype = _ENGINE.dtype,
     kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
-    threads: Annotated[int | None, typer.Option(help="On a CPU, of each replica; all cores if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads per replica; default: all cores.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
     speculate: Speculate = _ENGINE.speculate,
     speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,

@@ -52,14 +52,12 @@ def bench(
     repetitions: Annotated[
         int, typer.Option(min=1, help="Rounds in which the methods take turns.")
     ] = _USUAL.repetitions,
-    budget: Annotated[
-        float, typer.Option(min=0, help="Seconds a case may take beyond three rounds.")
-    ] = _USUAL.budget_seconds,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds per case beyond three rounds.")] = _USUAL.budget_seconds,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds a generation may take, or it is skipped.")
+        float, typer.Option(min=0, help="Seconds per generation; longer ones are skipped.")
     ] = _USUAL.patience_seconds,
     minutes: Annotated[
-        float, typer.Option(min=0, help="Of the whole run: what has not begun then is left out.")
+        float, typer.Option(min=0, help="Minutes for the whole run; cases that have not begun by then are left out.")
     ] = _USUAL.limit_seconds / 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON object alone.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,

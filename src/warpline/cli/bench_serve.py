@@ -27,33 +27,35 @@ _SWEEP = "Several, separated by commas, make a sweep."
 
 def serve(
     url: Annotated[str | None, typer.Option(help="The server to measure; without it one is started.")] = None,
-    mock: Annotated[bool, typer.Option("--mock", help="Start ours with an engine that costs nothing.")] = False,
+    mock: Annotated[
+        bool, typer.Option("--mock", help="Start our server with an engine that computes nothing.")
+    ] = False,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="The model to start, or of the server's the one to ask.")
+        str | None, typer.Option("--model", "-m", help="The model to start, or the server's model to ask.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1, for a server that is started.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Weights of a server that is started.")] = "auto",
-    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="Requests of a run.")] = 64,
+    dtype: Annotated[str, typer.Option(help="The dtype of a server that is started.")] = "auto",
+    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="Number of requests.")] = 64,
     concurrency: Annotated[
         str | None, typer.Option("--concurrency", "-c", help=f"Requests at once; 1,8 if not given. {_SWEEP}")
     ] = None,
     rate: Annotated[str | None, typer.Option(help=f"Requests per second, at random moments. {_SWEEP}")] = None,
-    burstiness: Annotated[float, typer.Option(help="Of --rate: 1 is Poisson, less comes in bursts.")] = 1.0,
+    burstiness: Annotated[float, typer.Option(help="Arrivals of --rate: 1 is Poisson, less comes in bursts.")] = 1.0,
     prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", min=1, help="Tokens of a prompt.")] = 128,
     new: Annotated[int, typer.Option(NEW_TOKENS, "--new", min=1, help="Tokens of an answer.")] = 128,
-    spread: Annotated[float, typer.Option(min=0, help="Unequal lengths: 0.8 is as in real use.")] = 0.0,
+    spread: Annotated[float, typer.Option(min=0, help="Spread of lengths: 0 is equal, 0.8 is as in real use.")] = 0.0,
     context: Annotated[int, typer.Option(min=8, help="Tokens of prompt and answer at most.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of lengths, words and moments.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths, words and arrival times.")] = 0,
     api: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     ids: Annotated[bool, typer.Option("--ids", help="Prompts as token ids instead of text.")] = False,
     body: Annotated[str | None, typer.Option(help="JSON with more fields for every request.")] = None,
     omit: Annotated[str | None, typer.Option(help="Fields that the server does not take.")] = None,
     goodput: Annotated[str | None, typer.Option(help="Goals in ms, as ttft:50,tpot:5,e2el:900.")] = None,
-    warmups: Annotated[int | None, typer.Option(min=0, help="Requests before the first; one for each at once.")] = None,
+    warmups: Annotated[int | None, typer.Option(min=0, help="Warm-up requests; default: one for each at once.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer.")] = 300.0,
     ready: Annotated[float, typer.Option(min=0, help="Seconds for the server to be ready.")] = 60.0,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the server's API key.")] = None,
-    label: Annotated[str | None, typer.Option(help="What rows call the server.")] = None,
+    label: Annotated[str | None, typer.Option(help="The server's name in rows.")] = None,
     library: Annotated[
         bool, typer.Option("--library", help="Then run LLM in this process over the same requests, and compare.")
     ] = False,

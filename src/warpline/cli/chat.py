@@ -58,9 +58,9 @@ def chat(
     ] = None,
     write: Annotated[
         bool | None,
-        typer.Option("--write/--talk", help="One text that both write, or turns. What suits the model if not given."),
+        typer.Option("--write/--talk", help="Continue one text together, or talk; default: what suits the model."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "--max-tokens", NEW_TOKENS, help="Tokens of an answer at most.")
     ] = 160,
@@ -78,7 +78,7 @@ def chat(
     dtype: Dtype = _ENGINE.dtype,
     kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
-    threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
     speculate: Speculate = _ENGINE.speculate,
     speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
     speculative_table: SpeculativeTable = _ENGINE.speculative_table,

@@ -28,10 +28,10 @@ def our_name(dtype: str) -> str:
 #: Options that several verbs have.
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens holding this mass.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens with this total probability.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 makes tokens already in the text less likely.")]
-PresencePenalty = Annotated[float, typer.Option(help="-2 to 2: lowers tokens that the completion has already.")]
-FrequencyPenalty = Annotated[float, typer.Option(help="-2 to 2: the same, for each time that it has them.")]
+PresencePenalty = Annotated[float, typer.Option(help="-2 to 2: lowers the logits of tokens in the completion.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="-2 to 2: the same, once for each occurrence.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 #: Options for lengths have these names in all verbs, besides those a verb had before.
 NEW_TOKENS, PROMPT_TOKENS = "--new-tokens", "--prompt-tokens"
@@ -39,14 +39,14 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32, fp16, bf16 (or torch's names), or int8.", callback=our_name)]
 KvDtype = Annotated[
     str | None,
-    typer.Option(help="int8 keeps keys and values as codes of a byte, on a GPU; else as the dtype has them."),
+    typer.Option(help="int8 stores keys and values as one-byte codes, on a GPU; default: in the dtype."),
 ]
 Speculate = Annotated[
-    str, typer.Option(help="ngram runs drafts of further tokens, on a CPU: the same text, sooner where it repeats.")
+    str, typer.Option(help="ngram drafts further tokens, on a CPU: the same text, sooner where it repeats.")
 ]
-SpeculativeTokens = Annotated[int, typer.Option(help="Drafts of a sequence in a pass, at most.")]
+SpeculativeTokens = Annotated[int, typer.Option(help="Most drafts per sequence and pass.")]
 SpeculativeTable = Annotated[
-    bool, typer.Option("--speculative-table", help="Draft from earlier texts too, kept in the cache folder.")
+    bool, typer.Option("--speculative-table", help="Draft from earlier texts too; they stay in the cache folder.")
 ]
 
 Deterministic = Annotated[

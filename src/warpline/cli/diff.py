@@ -25,21 +25,19 @@ BATCHES = (2, 3, 8, 9, 16, 64)
 
 
 def diff(
-    executor: Annotated[str, typer.Option("--executor", "-e", help="The executor in question.")],
-    against: Annotated[
-        str | None, typer.Option("--against", help="The one that is taken to be right; torch if not given.")
-    ] = None,
+    executor: Annotated[str, typer.Option("--executor", "-e", help="The executor to check.")],
+    against: Annotated[str | None, typer.Option("--against", help="The reference; default: torch.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="As for generate.")] = DEFAULT,
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = _ENGINE.kv_dtype,
     device: Device = "auto",
-    prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", help="Tokens that go before.")] = 16,
+    prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", help="Tokens of the prompt.")] = 16,
     tokens: Annotated[int, typer.Option(NEW_TOKENS, "--tokens", help="Tokens to decode and compare.")] = 8,
     batch: Annotated[
         int | None,
         typer.Option("--batch", "-b", help="Sequences side by side; with --alone several sizes if not given."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random text that is decoded.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random text that is decoded.")] = 0,
     alone: Annotated[
         bool, typer.Option("--alone", help="Compare batches with each of their sequences alone, bit by bit.")
     ] = False,

@@ -25,7 +25,7 @@ _TEXT = (
 def evaluate(
     model: Annotated[str, typer.Argument(help="As for generate --model.")] = DEFAULT,
     dtype: Annotated[
-        str, typer.Option(help="Several, separated by commas; all are compared with the first.")
+        str, typer.Option(help="One or more, separated by commas; all are compared with the first.")
     ] = "fp32,int8",
     kv_dtype: Annotated[
         str | None, typer.Option(help="int8: each dtype a second time, with a KV cache of int8 codes.")
@@ -33,7 +33,7 @@ def evaluate(
     executor: Annotated[str, typer.Option(help="auto, or one by name; on a CPU torch has an int8 KV cache.")] = "auto",
     text: Annotated[Path | None, typer.Option(help="A text file to predict.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")] = "auto",
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the text, at most.")] = 2000,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of the text.")] = 2000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say how well each dtype predicts a text. Reports perplexity, bits per character, agreement of the likeliest

@@ -76,7 +76,7 @@ def generate(
         str, typer.Option(help="auto, torch, on a CPU cpu, on a GPU persistent, graph or kernels.")
     ] = _ENGINE.executor,
     window: Annotated[int | None, typer.Option(help="Attend to this many positions only.")] = None,
-    threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
     speculate: Speculate = _ENGINE.speculate,
     speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,

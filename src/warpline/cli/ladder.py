@@ -27,7 +27,7 @@ def ladder(
         typer.Argument(metavar="[NAME]… | all", help=f"Of {', '.join(LADDERS)}; listed if none is given."),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Instead of the usual one: ROWSxOUTPUTSxINPUTS for matmul, and so on.")
+        str | None, typer.Option(help="Shape instead of the default: ROWSxOUTPUTSxINPUTS for matmul, and so on.")
     ] = None,
     arch: Annotated[
         str | None, typer.Option(help="Compile for these GPUs and list registers and spills; separated by commas.")

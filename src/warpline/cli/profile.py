@@ -40,11 +40,11 @@ def profile(
         str | None, typer.Option(help="fp16 on a GPU, fp32 on a CPU; several, separated by commas, each in turn.")
     ] = None,
     device: Device = "auto",
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(help="Number of sequences.")] = 1,
     context: Annotated[int, typer.Option(PROMPT_TOKENS, "--context", help="Tokens of the prompt.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 8,
     layers: Annotated[bool, typer.Option("--layers", help="Each layer apart instead of all merged.")] = False,
-    kernels: Annotated[int, typer.Option(min=1, help="Kernels that the table has at most.")] = 10,
+    kernels: Annotated[int, typer.Option(min=1, help="Most kernels in the table.")] = 10,
     shares: Annotated[bool, typer.Option("--shares", help="Model, block, attention, MLP: a table of each.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Project the same work onto another card: t4, a100, h100 …")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the session, or the comparison, as JSON.")] = False,
@@ -54,9 +54,7 @@ def profile(
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for Perfetto or chrome://tracing (.json.gz).")
     ] = None,
-    keep: Annotated[
-        Path | None, typer.Option("--save", help="Keep the session below this results folder, under its own name.")
-    ] = None,
+    keep: Annotated[Path | None, typer.Option("--save", help="Save the session below this results folder.")] = None,
 ) -> None:
     """Say where the time goes, and what to do about it. Shows which module, which kernel and which kind of operation
     takes the time, and what bounds it."""

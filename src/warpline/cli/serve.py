@@ -30,15 +30,15 @@ def serve(
         typer.Option("--model", "-m", help="A name from 'warpline models', random:…, a folder, a file or a hub id."),
     ] = DEFAULT,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is every network, so set a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port; 0 takes any free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Clients must send it; can be repeated. Others can see it in 'ps'.")
+        list[str] | None, typer.Option(help="Key that clients must send; can be repeated. Others can see it in 'ps'.")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="Keys from a file, one in a line.")] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Sequences that run at once; what fits if not given.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File of keys, one per line.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most sequences at once; default: what fits.")] = None,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")] = 256,
-    max_body: Annotated[int, typer.Option(help="Bytes of a request's body at most.")] = 4 << 20,
+    max_body: Annotated[int, typer.Option(help="Most bytes of a request's body.")] = 4 << 20,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web page's origin that may call; can be repeated; '*' is any.")
     ] = None,
@@ -46,22 +46,22 @@ def serve(
         list[str] | None, typer.Option(help="A name by which the server may be called; can be repeated.")
     ] = None,
     chat_template: Annotated[str | None, typer.Option(help="A Jinja file, plain or dialogpt.")] = None,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM.")] = 30.0,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for running requests after SIGTERM.")] = 30.0,
     device: Device = _ENGINE.device,
     dtype: Dtype = _ENGINE.dtype,
     kv_dtype: KvDtype = _ENGINE.kv_dtype,
     executor: Annotated[str, typer.Option(help="auto, or one by name.")] = _ENGINE.executor,
-    threads: Annotated[int | None, typer.Option(help="On a CPU; all cores if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
     deterministic: Deterministic = _ENGINE.deterministic,
     speculate: Speculate = _ENGINE.speculate,
     speculative_tokens: SpeculativeTokens = _ENGINE.speculative_tokens,
     speculative_table: SpeculativeTable = _ENGINE.speculative_table,
     replicas: Annotated[
         str | None,
-        typer.Option(help="So many models behind one address, by Ray, or auto: pip install 'warpline[ray]'."),
+        typer.Option(help="Number of models behind one address, run by Ray, or auto: pip install 'warpline[ray]'."),
     ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="A Ray cluster that runs (auto finds it); else one on this machine.")
+        str | None, typer.Option(help="Address of a running Ray cluster (auto finds it); default: one on this machine.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:

@@ -24,7 +24,9 @@ USUAL_GPU = "NVIDIA H200"
 def tune(
     names: Annotated[list[str] | None, typer.Argument(help="Kernels by name; all if none is given.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, fp16, bf16, separated by commas.")] = "fp16,fp32",
-    minutes: Annotated[float, typer.Option(min=0, help="What there is no time for is left out, and said.")] = 8.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Minutes; cases that there is no time for are left out and listed.")
+    ] = 8.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what an earlier sweep measured.")] = False,
     gpu: Annotated[
         str | None, typer.Option(help="Project for a GPU that is not here, as t4: the compiler's report and a model.")

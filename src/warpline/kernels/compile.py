@@ -121,24 +121,23 @@ def _target(arch: str) -> str:
 
 
 def _own_headers(unit: str) -> list[str]:
-    """Return the contents of every own header that `unit` includes, directly or not."""
+    """Return the code, without comments, of every own header that `unit` includes, directly or not."""
     texts: dict[str, str] = {}
     waiting = _INCLUDE.findall(unit)
     while waiting:
         name = waiting.pop()
         if name not in texts:
-            texts[name] = (SOURCE / name).read_text(encoding="utf-8")
+            texts[name] = _COMMENT.sub("", (SOURCE / name).read_text(encoding="utf-8"))
             waiting += _INCLUDE.findall(texts[name])
     return [texts[name] for name in sorted(texts)]
 
 
 @functools.cache
 def header_digest(header: str) -> str:
-    """Return the digest of one of our headers and of those it includes, without comments: measurements hold for this
-    code."""
+    """Return the digest of one of our headers and of those it includes: measurements hold for this code."""
     digest = hashlib.sha256()
     for text in _own_headers(f'#include "{header}"'):
-        digest.update(_COMMENT.sub("", text).encode() + b"\0")
+        digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
 
 
