@@ -132,9 +132,11 @@ def test_whatever_changes_the_result_changes_the_key(
     monkeypatch.undo()
     copy = tmp_path / "cuda"
     shutil.copytree(SOURCE, copy)
-    with (copy / "common.cuh").open("a") as file:  # included by an included header
-        file.write("// changed\n")
     monkeypatch.setattr(compiler, "SOURCE", copy)
+    header = copy / "common.cuh"  # included by an included header
+    header.write_text("// a comment\n" + header.read_text() + "    // another\n")
+    assert compiler._key(unit, "sm_80") in keys
+    header.write_text(header.read_text() + "constexpr int CHANGED = 1;\n")
     keys.add(compiler._key(unit, "sm_80"))
     assert len(keys) == 6
 
