@@ -92,7 +92,7 @@ def test_commands_and_settings_are_all_there() -> None:
     for name in warpline.SamplingParams.__dataclass_fields__:
         row = next(line for line in settings.splitlines() if line.startswith(f"| `{name}` |"))
         assert not row.endswith("|  |"), f"{name} has no meaning: a comment (#:) above it, or a line under Args"
-    assert "| `seconds` | `float` |  | Prompt to last token. |" in settings
+    assert "| `seconds` | `float` |  | Seconds from the prompt to the last token. |" in settings
 
 
 def test_every_entry_of_the_log_begins_with_its_conclusion() -> None:
