@@ -63,6 +63,7 @@ class Mutant:
 
     path: str  # below the package
     line: int
+    runs: bool  # when a function is called, not when its module is imported or compiled for a CPU
     whole: tuple[int, int]  # begin and end of the expression around it
     start: int
     end: int
@@ -82,12 +83,12 @@ def mutants(path: Path) -> Iterator[Mutant]:
     starts = [0]
     for line in raw.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    name = str(path.relative_to(PACKAGE))
+    name, compiled = str(path.relative_to(PACKAGE)), _is_compiled(raw)
 
     def at(line: int, column: int) -> int:
         return starts[line - 1] + column
 
-    def between(whole: ast.expr, left: ast.expr, right: ast.expr, kind: type[ast.AST]) -> Iterator[Mutant]:
+    def between(whole: ast.expr, left: ast.expr, right: ast.expr, kind: type[ast.AST], runs: bool) -> Iterator[Mutant]:
         assert left.end_lineno is not None
         assert left.end_col_offset is not None
         assert whole.end_lineno is not None
@@ -99,30 +100,36 @@ def mutants(path: Path) -> Iterator[Mutant]:
         if place >= 0:
             start = begin + place
             line = raw[:start].count(b"\n") + 1
-            yield Mutant(name, line, extent, start, start + len(found), found, becomes)
+            yield Mutant(name, line, runs, extent, start, start + len(found), found, becomes)
 
-    def visit(node: ast.AST) -> Iterator[Mutant]:
+    def visit(node: ast.AST, runs: bool) -> Iterator[Mutant]:
         if isinstance(node, ast.JoinedStr | ast.AnnAssign) and not getattr(node, "value", None):
             return
         if isinstance(node, ast.JoinedStr):
             return
         if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-            yield from between(node, node.left, node.right, type(node.op))
+            yield from between(node, node.left, node.right, type(node.op), runs)
         elif isinstance(node, ast.Compare):
             for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
                 if type(op) in SWAPS:
-                    yield from between(node, left, right, type(op))
+                    yield from between(node, left, right, type(op), runs)
         elif isinstance(node, ast.BoolOp):
             for left, right in zip(node.values, node.values[1:], strict=False):
-                yield from between(node, left, right, type(node.op))
+                yield from between(node, left, right, type(node.op), runs)
+        inside = runs or (not compiled and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "decorator_list"):
                 continue
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from visit(child)
+                    yield from visit(child, (inside and field == "body") or runs)
 
-    yield from visit(ast.parse(text))
+    yield from visit(ast.parse(text), False)
+
+
+def _is_compiled(source: bytes) -> bool:
+    """Whether numba compiles functions of a file: what they do cannot be watched."""
+    return b"@njit" in source or b"@intrinsic" in source
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
@@ -178,7 +185,7 @@ def watched(package: Path, wanted: Sequence[Mutant], log: Path) -> None:
     (package.parent / "reached.py").write_text(REACHED.format(path=str(log)), encoding="utf-8")
     for path in {mutant.path for mutant in wanted}:
         raw = (package / path).read_bytes()
-        if b"@njit" in raw or b"@intrinsic" in raw:
+        if _is_compiled(raw):
             continue
         marks = []
         for number, mutant in enumerate(wanted):
@@ -211,7 +218,7 @@ def reaching(wanted: Sequence[Mutant]) -> list[list[str]]:
 
 def chosen(mutant: Mutant, tests: set[str], seconds: Mapping[str, float]) -> list[str]:
     """Return which of these tests to try, in order, given their seconds. The fastest are often alike, so some follow
-    that are drawn from the others."""
+    that are drawn from the others. What runs when no test does is for the nearest files."""
     fastest = sorted(tests, key=lambda test: (seconds[test], test))
     totals = accumulate(map(seconds.__getitem__, fastest))
     first = [test for test, total in zip(fastest, totals, strict=True) if total < FASTEST]
@@ -219,11 +226,13 @@ def chosen(mutant: Mutant, tests: set[str], seconds: Mapping[str, float]) -> lis
     random.Random(mutant.start).shuffle(rest)
     totals = accumulate(map(seconds.__getitem__, rest))
     more = [test for test, total in zip(rest, totals, strict=True) if total < SECONDS - FASTEST]
-    return first + (more or rest[:1]) or nearest(mutant.path)
+    return first + (more or rest[:1]) if mutant.runs else nearest(mutant.path)
 
 
 def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
     """Return whether a test fails in a changed copy that passes without the change, and the seconds that took."""
+    if not tests:
+        return False, 0.0
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
@@ -273,11 +282,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for mutant, its, (noticed, seconds) in zip(wanted, tests, pool.map(is_noticed, wanted, tests), strict=True):
             rows.append({**asdict(mutant), "tests": len(its), "noticed": noticed, "seconds": round(seconds, 1)})
             what = f"{mutant.path}:{mutant.line}  {mutant.before} → {mutant.after}"
-            print(f"{'noticed ' if noticed else 'SURVIVED'}  {seconds:4.0f} s  {len(its):4} tests  {what}", flush=True)
+            result = "noticed " if noticed else "SURVIVED" if its else "untested"
+            print(f"{result}  {seconds:4.0f} s  {len(its):4} tests  {what}", flush=True)
             if asked.out is not None:
                 asked.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    killed = sum(row["noticed"] for row in rows)
-    print(f"\n{killed} of {len(wanted)} changes were noticed ({100 * killed / len(wanted):.0f} %), seed {asked.seed}")
+    reached = [row for row in rows if row["tests"]]
+    killed = sum(row["noticed"] for row in reached)
+    print(
+        f"\n{killed} of {len(reached)} changes were noticed ({100 * killed / len(reached):.0f} %), seed {asked.seed}; "
+        f"{len(rows) - len(reached)} are reached by no test here, such as code for a GPU"
+    )
 
 
 if __name__ == "__main__":
