@@ -209,3 +209,19 @@ def test_ids_elsewhere_go_to_the_original() -> None:
     with pytest.warns(UserWarning, match="device type different"):
         assert end() == plain
     assert list(report.calls) == ["original method: input ids on another device"]
+
+
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"kv_dtype": "int8"}, {"dtype": "int8", "kv_dtype": "int8"}])
+def test_generate_on_codes(options: dict[str, Any]) -> None:
+    """Weights, keys and values as int8 codes: tokens near the likeliest of the model, whose own weights stay."""
+    model = on_gpu(torch.float16)
+    ids = random_ids(3, 40).clamp(min=1).to("cuda")  # 0 is the pad
+    before = logits(model, ids)
+    report = whf.patch(model, attention=False, mlp=False, layernorm=False, **options)
+    assert torch.equal(logits(model, ids), before)
+    found = model.generate(ids, **GREEDY)
+    assert report.calls == {"engine": 1}
+    seen = logits(model, found)[:, ids.shape[1] - 1 : -1].float()
+    deficit = seen.amax(dim=-1) - seen.gather(-1, found[:, ids.shape[1] :, None])[..., 0]
+    assert deficit.max() < report.spread
+    assert deficit.mean() < report.spread / 20

@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_patching_twice_is_patching_once(model: Any, ids: Tensor) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_alone(model: Any, ids: Tensor, part: str) -> None:
     before = logits(model, ids)
-    report = whf.patch(model, **{name: name == part for name in PARTS})
+    report = whf.patch(model, **cast(Any, {name: name == part for name in PARTS}))
     assert set(report.replaced) == {part}
     assert set(report.left) == set(PARTS) - {part}
     assert close(logits(model, ids), before)

@@ -21,7 +21,7 @@ from warpline.engine.request import Request
 from warpline.errors import ConfigError
 from warpline.hf.gate import DEVICES, DTYPES, Forward, Shared
 from warpline.hf.report import Report
-from warpline.hf.runner import Runner
+from warpline.hf.runner import Codes, Runner
 from warpline.hf.weights import held, walk
 
 #: Settings of a GenerationConfig that are translated below, or that do not change our result.
@@ -57,8 +57,8 @@ class Generate:
     """Replaces `model.generate`, as an attribute of that instance. Copies and pickles of the model take it along
     without the engine, and make their own when they need it."""
 
-    def __init__(self, model: nn.Module, shared: Shared, report: Report, *, sampling: bool):
-        self.model, self.shared, self.report, self.sampling = model, shared, report, sampling
+    def __init__(self, model: nn.Module, shared: Shared, report: Report, *, sampling: bool, codes: Codes):
+        self.model, self.shared, self.report, self.sampling, self.codes = model, shared, report, sampling, codes
         self.kinds = [type(module) for module in walk(model)]
         self.runner: Runner | None = None
 
@@ -96,7 +96,7 @@ class Generate:
         """Make an engine over the model in its present state."""
         self.runner = None  # frees its memory before the new one is allocated
         with torch.inference_mode(False):  # later calls use its allocations too
-            self.runner = Runner(self.model, eos)
+            self.runner = Runner(self.model, eos, self.codes)
         return self.runner
 
 

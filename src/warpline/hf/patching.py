@@ -21,6 +21,7 @@ from warpline.hf.gate import DEVICES, DTYPES, Forward, Shared
 from warpline.hf.generate import Generate
 from warpline.hf.modules import MLP, LayerNorm
 from warpline.hf.report import Report
+from warpline.hf.runner import PLAIN, Codes
 
 #: The attribute of a model that holds its patch.
 RECORD = "_warpline_patch"
@@ -30,7 +31,7 @@ RECORD = "_warpline_patch"
 class Patch:
     """The options, and how to undo them: (module, attribute, old value, whether there was one)."""
 
-    options: dict[str, bool]
+    options: dict[str, Any]
     report: Report
     undo: list[tuple[nn.Module, str, Any, bool]] = field(default_factory=list)
 
@@ -58,13 +59,16 @@ def patch(
     generate: bool = True,
     fast_math: bool = False,
     sampling: bool = False,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
 ) -> Report:
     """Replace the parts of a transformers GPT-2 that Warpline computes faster, and report each of them.
 
     The patched model's logits are compared with the original's; if they differ by more than the dtype's rounding
     explains, everything is undone and a ConfigError says by how much. `fast_math` lets GELU use the GPU's
     approximate tanh. `sampling` lets `generate(do_sample=True)` run on our engine too, with other random numbers than
-    transformers draws. A model that is already patched is unpatched first.
+    transformers draws. `dtype="int8"` and `kv_dtype="int8"` make `generate` run on int8 copies of the matrices and,
+    on a GPU, with an int8 KV cache; the model keeps its weights. A model that is already patched is unpatched first.
 
     Examples:
         >>> import torch
@@ -89,16 +93,17 @@ def patch(
     for name, value in options.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, not {value!r}")
+    codes = _codes(dtype, kv_dtype, generate=generate)
     base = probe.base_of(model)
     unpatch(model)
     some = base.wte.weight
-    dtype = DTYPES.get(some.dtype)
-    if dtype is None:
+    stored = DTYPES.get(some.dtype)
+    if stored is None:
         raise ConfigError(f"the model is in {some.dtype}: convert it to float32, float16 or bfloat16 first")
     if some.device.type not in DEVICES:
         raise ConfigError(f"the model is on {some.device.type}: move it to cpu or cuda first")
-    report = Report(probe.version(), dtype, str(some.device))
-    record, shared = Patch(options, report), Shared(fast_math=False)
+    report = Report(probe.version(), stored, str(some.device))
+    record, shared = Patch(options | codes._asdict(), report), Shared(fast_math=False)
     asked = model if hasattr(model, "lm_head") and hasattr(model, "generate") and _is_lm(model) else base
     before = probe.look(asked, base)
     report.spread, report.allowed = before.spread, before.allowed(some.dtype, len(base.h))
@@ -107,13 +112,13 @@ def patch(
         report.difference = _difference(before, asked, base, shared)
         if not report.difference <= report.allowed:
             raise ConfigError(
-                f"the patched model's logits differ by {report.difference:.3g}, but {dtype} explains at most "
+                f"the patched model's logits differ by {report.difference:.3g}, but {stored} explains at most "
                 f"{report.allowed:.3g} (transformers {report.transformers}): the model is left as it was"
             )
         if fast_math:
             shared.fast_math = True
             report.fast_math_difference = _difference(before, asked, base, shared)
-        _take_over(model, record, shared)
+        _take_over(model, record, shared, codes)
     except BaseException:
         record.take_back()
         raise
@@ -138,7 +143,7 @@ def unpatch(model: Any) -> bool:
 
 
 @contextmanager
-def patched(model: Any, **options: bool) -> Iterator[Report]:
+def patched(model: Any, **options: Any) -> Iterator[Report]:
     """Patch the model inside the block; afterwards it is as before, patched or not."""
     outer = model.__dict__.get(RECORD)
     report = patch(model, **options)
@@ -216,29 +221,47 @@ def _obstacle(base: Any) -> str | None:
     return None
 
 
-def _take_over(model: Any, record: Patch, shared: Shared) -> None:
-    """Run `generate` on the engine, if its tokens are the model's."""
-    report = record.report
+def _codes(dtype: str | None, kv_dtype: str | None, *, generate: bool) -> Codes:
+    for name, value in (("dtype", dtype), ("kv_dtype", kv_dtype)):
+        if value not in (None, "int8"):
+            raise ConfigError(f'{name} is "int8" or left out, not {value!r}: the model has its own dtype')
+        if value is not None and not generate:
+            raise ConfigError(f"{name} is for generate, which generate=False leaves alone")
+    return Codes(dtype, kv_dtype)
+
+
+def _take_over(model: Any, record: Patch, shared: Shared, codes: Codes) -> None:
+    """Run `generate` on the engine, if its tokens are the model's. Codes round further than the model's dtype: there
+    the limit is the spread of the logits."""
+    report, rounded = record.report, codes != PLAIN
     why = _not_for_engine(model) if record.options["generate"] else "not asked for"
     if why is not None:
+        if rounded:
+            raise ConfigError(f"generate cannot run on int8 codes: {why}")
         report.left["generate"] = why
         return
-    method = Generate(model, shared, report, sampling=record.options["sampling"])
+    method = Generate(model, shared, report, sampling=record.options["sampling"], codes=codes)
     try:
         with probe.at_rest(model):
             runner = method.renew(_usual_eos(model))
             deficit = probe.judge(model, runner)
     except WarplineError as error:
+        if rounded:
+            raise
         report.left["generate"] = str(error)
         return
-    if not deficit <= 2 * report.allowed:
+    allowed, why = (report.spread, "int8") if rounded else (2 * report.allowed, report.dtype)
+    if not deficit <= allowed:
         raise ConfigError(
-            f"the engine chose a token whose logit is {deficit:.3g} below the model's likeliest, but {report.dtype} "
-            f"explains at most {2 * report.allowed:.3g} (transformers {report.transformers}): pass generate=False"
+            f"the engine chose a token whose logit is {deficit:.3g} below the model's likeliest, but {why} "
+            f"explains at most {allowed:.3g} (transformers {report.transformers}): pass generate=False"
         )
     record.put(model, "generate", method)
     drawn = "greedy and sampled" if record.options["sampling"] else "greedy (sampling=True for sampling as well)"
     report.replaced["generate"] = f"{drawn} on {runner.described}; other arguments go to the original method"
+    if rounded:
+        found = ", ".join(f"{name}={value}" for name, value in codes._asdict().items() if value is not None)
+        report.replaced["generate"] += f"; {found}: a token's logit was at most {deficit:.3g} below the likeliest"
 
 
 def _usual_eos(model: Any) -> int | None:

@@ -4,36 +4,50 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from warpline.config import EngineConfig
 from warpline.engine import executors
 from warpline.engine.engine import Engine
 from warpline.engine.job import Job
 from warpline.engine.prefix import share_prefixes
 from warpline.engine.request import Request
 from warpline.hf.gate import DTYPES
-from warpline.hf.weights import Taken, Watch, take, walk
+from warpline.hf.weights import Watch, in_codes, take, walk
 from warpline.model.weights import explained_memory
 
 #: Most sequences that are computed together; more wait.
 MOST_SEQUENCES = 64
 
 
+class Codes(NamedTuple):
+    """What the engine keeps as int8 codes: its weights, keys and values, or nothing."""
+
+    dtype: str | None = None
+    kv_dtype: str | None = None
+
+
+PLAIN = Codes()
+
+
 class Runner:
     """An engine over a model's weights, kept for the next call. It works on torch's current stream, after any changes
     to the model's parameters that were enqueued there."""
 
-    def __init__(self, model: Any, eos: int | None):
+    def __init__(self, model: Any, eos: int | None, codes: Codes = PLAIN):
         some = model.transformer.wte.weight
-        self.device, self.dtype, self.eos = some.device, DTYPES[some.dtype], eos
+        self.device, self.dtype, self.eos = some.device, codes.dtype or DTYPES[some.dtype], eos
         views = take(model, copy=False, eos=eos)
         name = executors.resolve("auto", self.device, views.weights.config, self.dtype)
-        on_torch = name == "torch"
         with explained_memory("a second copy of the model's matrices"):
-            self.taken: Taken = views if on_torch else take(model, copy=True, eos=eos)
-            self.executor = executors.create(name, self.taken.weights, self.device, self.dtype)
+            if codes.dtype is not None:
+                self.taken = in_codes(views)
+            else:
+                self.taken = views if name == "torch" else take(model, copy=True, eos=eos)
+            asked = EngineConfig(kv_dtype=codes.kv_dtype)
+            self.executor = executors.create(name, self.taken.weights, self.device, self.dtype, asked)
         self._watch = Watch(walk(model))
         self._engine: Engine | None = None
         self._lock = threading.Lock()
@@ -44,7 +58,8 @@ class Runner:
         copied, shared = self.taken.copied_bytes, self.taken.shared_bytes
         text = f"the {self.executor.name} executor; {shared / 1e6:,.1f} MB of weights shared"
         if copied:
-            text += f", {copied / 1e6:,.1f} MB copied because Conv1D stores matrices transposed"
+            why = "as int8 codes" if self.dtype == "int8" else "because Conv1D stores matrices transposed"
+            text += f", {copied / 1e6:,.1f} MB copied {why}"
         if self.executor.name in ("auto", "persistent"):
             text += "; the persistent kernel keeps them once more, in the order in which it reads them"
         return text

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from warpline.config import ModelConfig
 from warpline.errors import ModelError
 from warpline.model import parameters
+from warpline.model.quantise import quantised
 from warpline.model.weights import Weights
 
 #: Elements of each parameter that are compared, to notice changes through `.data`, which torch does not count.
@@ -50,6 +51,12 @@ def take(model: Any, *, copy: bool, eos: int | None) -> Taken:
         tensors[name] = value.contiguous() if copied else value
         sizes[copied] += value.nbytes
     return Taken(Weights("this model", config, tensors), sizes[True], sizes[False])
+
+
+def in_codes(taken: Taken) -> Taken:
+    """Return the same weights with int8 matrices, all of them copied."""
+    weights = quantised(taken.weights)
+    return Taken(weights, sum(tensor.nbytes for tensor in weights.tensors.values()), 0)
 
 
 class Watch:
