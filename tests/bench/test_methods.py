@@ -21,7 +21,7 @@ from warpline.engine.executors.pytorch import TorchExecutor
 from warpline.engine.request import Span
 from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
-from warpline.model.weights import load
+from warpline.model.weights import load, read_config
 
 
 def test_workloads_are_the_named_ones() -> None:
@@ -171,3 +171,10 @@ def test_the_end_of_a_text_is_a_token_like_any_other(name: str) -> None:
 def test_a_conversion_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nothing-here"):
         ct2._convert(tmp_path / "nothing-here", tmp_path / "out", "float32")
+
+
+@pytest.mark.parametrize(("prompt", "new", "fits"), [(90, 6, True), (90, 7, False), (96, 0, True), (97, 0, False)])
+def test_a_case_needs_positions_for_its_prompt_and_its_new_tokens(prompt: int, new: int, fits: bool) -> None:
+    one = case(prompt=prompt, new=new, kind="generate" if new else "prefill")
+    assert read_config(one.model).n_positions == 96
+    assert (one.obstacle(read_config(one.model)) is None) is fits

@@ -16,8 +16,11 @@ from warpline.config import ModelConfig
 from warpline.engine.clock import Clock
 from warpline.engine.engine import Engine
 from warpline.engine.executors import create
+from warpline.engine.executors.persistent import executor as persistent
+from warpline.engine.executors.persistent.executor import PersistentExecutor
 from warpline.engine.request import Request
 from warpline.engine.scheduler import Sequence
+from warpline.engine.slots import Slots
 from warpline.errors import ConfigError
 from warpline.model.tokenizer import Tokenizer
 
@@ -111,3 +114,58 @@ def test_the_clock_of_a_cpu_asks_no_gpu(
     clock.stepped()
     clock.landed()
     assert clock.seconds() == ((2.0, 5.0) if prompts and steps else (7.0, 0.0) if prompts else (0.0, 7.0))
+
+
+def test_the_clock_of_a_gpu_asks_where_prompts_and_steps_share_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are recorded at the ends of prompts and steps only there, and at the begin only where a reader follows."""
+    recorded: list[int] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.number = len(made)
+            made.append(self)
+
+        def record(self) -> None:
+            recorded.append(self.number)
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000.0 * (end.number - self.number)
+
+    for prompts, steps, followed, expected in (
+        (True, True, False, [1, 2]), (True, True, True, [0, 1, 2]), (True, False, False, []),
+        (False, True, True, [0, 1, 2]),
+    ):  # fmt: skip
+        made: list[Event] = []
+        recorded.clear()
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        clock = Clock(cuda=True)
+        clock.begin(prompts=prompts, steps=steps, followed=followed)
+        clock.prompted()
+        clock.stepped()
+        clock.landed()
+        assert recorded == expected
+        whole, part = clock.seconds()
+        if followed:
+            assert whole + part == 2.0
+        if prompts and steps:
+            assert part == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "rows"), [(1, 8, [1]), (3, 8, [1, 2, 4]), (8, 8, [1, 2, 4, 8]), (64, 4, [1, 2, 4])]
+)
+def test_programs_for_every_power_of_two(
+    count: int, most: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, bool]] = []
+
+    def decoder(lanes: int, *, filters: bool) -> SimpleNamespace:
+        made.append((lanes, filters))
+        return SimpleNamespace(program=None)
+
+    monkeypatch.setattr(persistent, "compile_many", lambda jobs: jobs)
+    executor = SimpleNamespace(
+        extents=SimpleNamespace(most_rows=most, arch="sm_90"), _with=decoder, _loaded=made.append
+    )
+    PersistentExecutor.prepare_all(cast(PersistentExecutor, executor), cast(Slots, SimpleNamespace(count=count)))
+    assert [entry for entry in made if isinstance(entry, tuple)] == [(n, f) for n in rows for f in (False, True)]

@@ -128,3 +128,16 @@ def test_shapes() -> None:
             LADDERS["matmul"].sized(bad)
     with pytest.raises(ConfigError, match="did you mean 'softmax'"):
         find_ladder("softmx")
+
+
+@EVERY
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_launches_grow_with_the_work(ladder: Ladder, arch: str) -> None:
+    """A grid is whole blocks, larger than none, and for sixteen times the rows about sixteen times as large."""
+    rows = next(name for name in ("rows", "batch") if name in ladder.dims)
+    for rung in ladder.rungs:
+        dims = rung.dims(ladder.dims)
+        one, many = (rung.compiled_as(its, arch).launch(its).grid for its in (dims, {**dims, rows: 16 * dims[rows]}))
+        assert isinstance(one, int)
+        assert 0 < one <= 2**31
+        assert 8 * one <= many <= 32 * one, rung.name  # tiles may become smaller

@@ -182,6 +182,7 @@ def test_overhead_and_kernels() -> None:
     session = made_up(gap=3.0)
     phase = session.phases[0]
     spent = overhead(phase)
+    assert spent.busy_share == pytest.approx(1 - spent.gap_us / spent.step_us)
     count = LAYERS * len(BLOCK) + len(MODEL)
     assert spent.gap_us == pytest.approx(3 * count)
     assert spent.busy_us + spent.gap_us == pytest.approx(spent.step_us)
@@ -321,6 +322,7 @@ def test_no_cache_is_named() -> None:
     best = findings(session, session.phases[0])[0]
     assert best.kind == "no KV cache"
     assert "500 positions" in best.cause
+    assert 0.5 * session.phases[0].busy_us < best.saved_us < session.phases[0].busy_us
 
 
 def test_half_precision_is_proposed_where_memory_binds() -> None:

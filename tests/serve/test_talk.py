@@ -227,6 +227,15 @@ def test_lines_that_are_piped_in(server: tuple[str, list[dict[str, Any]]], tmp_p
     assert refused.stderr.splitlines() == [f"error: {server[0].removesuffix('/v1')}: no such thing"]
 
 
+def test_a_system_message_is_for_conversations(server: tuple[str, list[dict[str, Any]]]) -> None:
+    options = ["--url", server[0], "--system", "Be brief."]
+    done = subprocess.run(command(*options), input="hello\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "you said hello\n"), done.stderr
+    assert server[1][-1]["messages"][0] == {"role": "system", "content": "Be brief."}
+    refused = subprocess.run(command(*options, "--write"), capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, refused.stderr) == (2, "error: --system is for conversations: leave --write out\n")
+
+
 @contextmanager
 def terminal(*options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """Run a chat in a terminal of 80 columns; yield the process and the other end of its line."""
