@@ -65,14 +65,14 @@ WORKLOADS = {
         Workload(name="reference", summary="prompt 16, 100 new tokens, batch 1", shapes=((1, 16, 100),)),
         Workload(
             name="decode",
-            summary="128 tokens behind contexts of 16 to 896, the prompt's time left out",
+            summary="128 tokens after contexts of 16 to 896, the prompt's time left out",
             kind="decode",
             shapes=tuple((1, depth, 128) for depth in (16, 256, 512, 768, 896)),
         ),
         Workload(name="long", summary="900 tokens into a context of 1,024", shapes=((1, 124, 900),)),
         Workload(
             name="prefill",
-            summary="the first token behind 1×128, 1×1024 and 16×1024",
+            summary="the first token after 1×128, 1×1024 and 16×1024",
             kind="prefill",
             shapes=((1, 128, 0), (1, 1024, 0), (16, 1024, 0)),
         ),

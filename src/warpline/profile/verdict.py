@@ -100,7 +100,7 @@ def verdict(session: Session, phase: Phase) -> str:
             else "Its modules cannot be seen, so nothing else is priced."
         )
         return f"{stands} {why}"
-    behind = f" Behind that: {best[1].kind}, {best[1].saved_us:,.0f} µs." if len(best) > 1 else ""
+    behind = f" Next: {best[1].kind}, {best[1].saved_us:,.0f} µs." if len(best) > 1 else ""
     return f"{stands} {best[0].text}{behind}"
 
 

@@ -99,7 +99,7 @@ def generate(
     with closing(Output(out, job)) as output:
         resumed, size = output.lines, int(output.job["chunk"])
         if resumed:
-            logger.warning("%s lines were done before: going on behind them", f"{resumed:,}")
+            logger.warning("%s lines were done before: continuing after them", f"{resumed:,}")
         work = list(chunks(source, size))
         left = work[output.chunks :]
         arguments = (cluster.absolute(model), asdict(asked), params, column)

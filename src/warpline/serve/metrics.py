@@ -49,7 +49,9 @@ class Metrics:
         self.answers: dict[tuple[str, int], int] = {}  # by path and status
         self.first = Histogram("warpline:time_to_first_token_seconds", "From a request to its first token.")
         self.between = Histogram("warpline:inter_token_latency_seconds", "From a token to the next, evenly in a chunk.")
-        self.each = Histogram("warpline:request_time_per_output_token_seconds", "Mean of a request behind the first.")
+        self.each = Histogram(
+            "warpline:request_time_per_output_token_seconds", "Mean of a request after its first token."
+        )
         self.whole = Histogram("warpline:e2e_request_latency_seconds", "From a request to its last token.")
         self.decode = Histogram("warpline:request_decode_time_seconds", "From the first token to the last.")
         self.prompt_length = Histogram("warpline:request_prompt_tokens", "Tokens of a prompt.", LENGTHS)

@@ -273,11 +273,11 @@ def _prompt_op(name: str, summary: str, *, coded: bool = False) -> KernelSpec:
 
 PROMPT_ATTENTION = _prompt_op(
     "prompt_attention",
-    "causal attention of packed prompts behind what the KV cache holds, into which keys and values are put",
+    "causal attention of packed prompts after what the KV cache holds, into which keys and values are put",
 )
 PROMPT_ATTENTION_INT8 = _prompt_op(
     "prompt_attention_int8",
-    "causal attention of packed prompts behind what a KV cache of int8 codes holds",
+    "causal attention of packed prompts after what a KV cache of int8 codes holds",
     coded=True,
 )
 
