@@ -104,11 +104,11 @@ def calls() -> str:
         "| --- | --- | ---: | --- | ---: | ---: |",
         *lines,
         "",
-        f"GPT-2 124M with random weights: three rows on one {gpu['device']} in {gpu['dtype']}, two on an"
+        f"GPT-2 124M with random weights, greedy: three rows on one {gpu['device']} in {gpu['dtype']}, two on an"
         f" {host['device']} with {host['threads']} threads.",
-        f"The first row is {gpu['percent_of_limit']:.0f} % of what the GPU's memory allows, the fourth"
-        f" {host['percent_of_limit']:.0f} % of what the CPU's does. On the CPU CTranslate2 in int8 writes"
-        f" {cpu['ctranslate2-int8']['tokens_per_second']:,.0f} tokens/s.",
+        f"The first row has {gpu['percent_of_limit']:.0f} % of the speed that the GPU's memory allows, the fourth"
+        f" {host['percent_of_limit']:.0f} % of the CPU's. CTranslate2 in int8 writes"
+        f" {cpu['ctranslate2-int8']['tokens_per_second']:,.0f} tokens/s there.",
     ])  # fmt: skip
 
 

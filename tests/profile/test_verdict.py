@@ -37,7 +37,7 @@ def test_an_executor_that_is_faster_is_named_first_and_kept() -> None:
     phase = session.phases[0]
     assert findings(session, phase)[0].kind == "another executor"
     assert "--executor cpu" in verdict(session, phase)
-    assert "Behind that: logits of all positions" in verdict(session, phase)
+    assert "Next: logits of all positions" in verdict(session, phase)
     assert loads(dumps(session)).phases[0].cpu_us == 50.0
     slower = with_logits(128, cpu_us=1e6)
     assert "another executor" not in [found.kind for found in findings(slower, slower.phases[0])]
