@@ -34,13 +34,15 @@ _HASHES = "--hashes"
 
 
 def variants() -> set[tuple[Variant, str]]:
-    """Return for each kernel a benchmark shape and an odd one, on the oldest and a newer arch; and every rung."""
+    """Return for each kernel a benchmark shape and an odd one, on the oldest and a newer arch, and there as the graph
+    executor launches it too; and every rung."""
     found = set()
     for spec in CATALOG.values():
         for dims in (*spec.bench_dims[:1], *spec.test_dims[1:2]):
             for dtype in spec.dtypes:
                 archs = [arch for arch in ARCHS if spec.runs_on(dtype, arch)]
                 found |= {(Variant.of(spec, dtype, dims, arch), arch) for arch in archs}
+                found |= {(Variant.of(spec, dtype, dims, arch, overlapping=True), arch) for arch in archs}
     for ladder in LADDERS.values():
         for rung in ladder.rungs:
             archs = [arch for arch in ARCHS if rung.spec.runs_on(rung.dtype, arch)]
@@ -83,7 +85,8 @@ def hashes() -> dict[str, str]:
     for variant in compile_many(list(variants())):
         program = variant.program
         constants = " ".join(f"{name}={value}" for name, value in (*program.constants, *program.tunables))
-        label = f"{program.entry} {program.dtype} {constants} {variant.arch}"
+        launched = " overlapping" if program.overlapping else ""
+        label = f"{program.entry} {program.dtype} {constants} {variant.arch}{launched}"
         found[label] = hashlib.sha256(instructions(variant.code)).hexdigest()[:16]
     for decoder in compile_many(decoders()):
         found[str(decoder.program.extents)] = hashlib.sha256(instructions(decoder.code)).hexdigest()[:16]

@@ -81,6 +81,7 @@ def test_auto_goes_on_with_the_graph_and_says_why(
             written.append(run(executor, requests))
             if name == "auto":
                 assert executor.described == f"auto ({used})"
+                assert executor.has_tape is (made is None)
     assert written[0] == written[1]
     reasons = [record for record in caplog.records if record.getMessage().startswith("executor auto → graph")]
     assert [record.levelno for record in reasons] == ([level] if level else [])

@@ -68,7 +68,7 @@ def test_codes_and_scales_are_torchs_to_the_bit(depth: int, dtype: str) -> None:
     [(SMALL, [1]), (SMALL, [9, 40, 17]), (SMALL, [30] * 12), ("random:gpt2", [300]), ("random:gpt2", [70, 130] * 5)],
 )
 def test_executors_compute_what_torch_does(model: str, lengths: list[int], dtype: str, name: str) -> None:
-    """OpCall by step on the same text, prompts included, as near as rounding allows."""
+    """Step by step on the same text, prompts included, as near as rounding allows."""
     weights, rng = load(model, dtype=dtype, device="cuda"), random.Random(1)
     texts = [[rng.randrange(weights.config.vocab_size) for _ in range(length + 6)] for length in lengths]
     ours, theirs = (create(kind, weights, GPU, dtype, INT8) for kind in (name, "torch"))

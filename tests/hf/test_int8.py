@@ -11,6 +11,7 @@ from torch import Tensor
 import warpline.hf as whf
 from tests.hf.conftest import END, close, logits, make_model, random_ids
 from warpline.errors import ConfigError
+from warpline.hf import probe
 from warpline.hf.weights import in_codes, take
 from warpline.model.parameters import CONV1D
 from warpline.model.quantise import dequantised
@@ -90,3 +91,16 @@ def test_a_model_that_the_engine_cannot_run_is_refused(ids: Tensor) -> None:
     whf.unpatch(model)
     with pytest.raises(ConfigError, match=r"cannot run on int8 codes: .*upcast"):
         whf.patch(model, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"), [({"dtype": "int8"}, "leave out dtype and kv_dtype"), ({}, "pass generate=False")]
+)
+def test_wrong_tokens_are_refused_with_a_way_out(
+    model: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], remedy: str
+) -> None:
+    before, judge = model.generate(ids, **GREEDY), probe.judge
+    monkeypatch.setattr(probe, "judge", lambda *given: judge(*given) + 1e6)
+    with pytest.raises(ConfigError, match=f"below the model's likeliest.*: {remedy}$"):
+        whf.patch(model, **options)
+    assert torch.equal(model.generate(ids, **GREEDY), before)

@@ -254,7 +254,8 @@ def _take_over(model: Any, record: Patch, shared: Shared, codes: Codes) -> None:
     if not deficit <= allowed:
         raise ConfigError(
             f"the engine chose a token whose logit is {deficit:.3g} below the model's likeliest, but {why} "
-            f"explains at most {allowed:.3g} (transformers {report.transformers}): pass generate=False"
+            f"explains at most {allowed:.3g} (transformers {report.transformers}): "
+            + ("leave out dtype and kv_dtype" if rounded else "pass generate=False")
         )
     record.put(model, "generate", method)
     drawn = "greedy and sampled" if record.options["sampling"] else "greedy (sampling=True for sampling as well)"

@@ -60,7 +60,7 @@ class Runner:
         if copied:
             why = "as int8 codes" if self.dtype == "int8" else "because Conv1D stores matrices transposed"
             text += f", {copied / 1e6:,.1f} MB copied {why}"
-        if self.executor.name in ("auto", "persistent"):
+        if self.executor.has_tape:
             text += "; the persistent kernel keeps them once more, in the order in which it reads them"
         return text
 

@@ -62,7 +62,7 @@ class AutoExecutor(Executor):
         if self.invariant and most < (asked.max_batch or 0):
             self._tell(ConfigError(f"deterministic='batch', and max_batch exceeds {most}"))
             return
-        self._persistent, self._most = made, most
+        self._persistent, self._most, self.has_tape = made, most, True
         beyond = "" if self.invariant else ", graph beyond"
         logger.info("executor auto → persistent up to %s sequences%s", most, beyond)
 

@@ -45,6 +45,8 @@ class Executor(ABC):
     prompt_tokens: int = 2048
     #: Whether requests and tokens are transferred by ops of the catalog.
     native: bool = False
+    #: Whether it keeps the weights once more, in the order in which it reads them.
+    has_tape: bool = False
     #: Whether it can give a row the same bits in any batch (`deterministic="batch"`).
     can_be_invariant: bool = False
     #: Whether a row's bits must depend on its own tokens only.

@@ -50,7 +50,7 @@ class PersistentExecutor(Executor):
     dtypes = tuple(WEIGHT_BYTES)
     chunk, most_steps = 32, 128
     prompt_tokens = 16384
-    native = True
+    native = has_tape = True
     can_be_invariant = True
 
     def __init__(
