@@ -39,6 +39,8 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
 SKIPPED = ("kernels/cuda", "__init__.py", "__main__.py", "scale/cluster.py", "scale/online.py")
 #: Seconds of tests that are tried for a swap: first of the fastest, then of any. A run that takes longer says nothing.
 FASTEST, SECONDS, TIMEOUT = 60, 300, 900
+#: Kilobytes of memory that a run may allocate: a swap may make a loop that never ends.
+MEMORY = 8_000_000
 #: Test files nearest by name that are tried for a swap that no test reaches.
 MOST_FILES = 8
 PYTEST = (sys.executable, "-m", "pytest")
@@ -244,7 +246,8 @@ def is_noticed(mutant: Mutant, tests: list[str]) -> tuple[bool, float]:
 
 def _failing(root: Path, tests: list[str]) -> list[str] | None:
     """Return the first failing test in a list; None if there is none, or if they took too long to say."""
-    command = [*PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200", "-m", "not alone"]
+    limited = ("sh", "-c", f'ulimit -d {MEMORY} && exec "$@"', "pytest")
+    command = [*limited, *PYTEST, "-x", "-q", "-p", "no:cacheprovider", "--timeout", "200", "-m", "not alone"]
     try:
         done = subprocess.run(
             [*command, *tests],

@@ -5,8 +5,8 @@ from warpline.cli import interrupt
 
 def main() -> None:
     """Handle Ctrl-C before the slow imports, then run the command line."""
-    interrupt.watch()
     try:
+        interrupt.watch()
         from warpline.cli.main import main as run
 
         run()

@@ -52,11 +52,16 @@ def test_statistics_fit_into_a_line(columns: int) -> None:
 SLOW = ("generate", "Hi", "--model", "random:n_layer=8,n_head=8,n_embd=256,n_positions=20000", "--max-tokens", "19000")
 
 
+#: Prints a line once it handles interrupts: a busy machine may take seconds to start Python, which ends in its own way
+#: until then.
 LISTENING = """
-from warpline.cli import interrupt
-interrupt.watch()
-print(flush=True)  # a busy machine may take seconds to start Python, which ends in its own way until here
 from warpline.__main__ import main
+from warpline.cli import interrupt
+watch = interrupt.watch
+def watch_and_say_so():
+    watch()
+    print(flush=True)
+interrupt.watch = watch_and_say_so
 main()
 """
 
