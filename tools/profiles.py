@@ -22,10 +22,10 @@ NOTHING = "No session has been recorded yet."
 
 #: The steps from the naive model to the fastest, and what each one changes.
 STATIONS = {
-    ("naive", "fp32"): "the textbook: the whole text again for every token, attention step by step",
+    ("naive", "fp32"): "the textbook model: every token recomputes the whole text, attention step by step",
     ("naive", "fp16"): "the same in half precision",
-    ("torch", "fp32"): "keys and values are kept, attention is one operator",
-    ("torch", "fp16"): "keys and values are kept, attention is one operator",
+    ("torch", "fp32"): "with a KV cache, attention as one operator",
+    ("torch", "fp16"): "with a KV cache, attention as one operator",
     ("static-kv", "fp16"): "a cache of fixed size, so that nothing depends on the host",
     ("static-kv-graph", "fp16"): "the step captured in a CUDA graph",
     ("static-kv-compile", "fp32"): "a cache of fixed size, operators fused by torch.compile",
@@ -34,7 +34,7 @@ STATIONS = {
     ("graph", "fp16"): "the same captured in a graph, launches overlapping",
     ("persistent", "fp16"): "one launch decodes many tokens",
     ("cpu", "fp32"): "a team of threads runs one compiled function for many tokens",
-    ("cpu-int8", "int8"): "the same with a byte for a weight",
+    ("cpu-int8", "int8"): "the same with one byte per weight",
 }
 
 
@@ -116,9 +116,9 @@ def _station(session: Session, before: Session | None) -> str:
     faster = ""
     if before is not None:
         ratio = before.phase("decode").plain_us / phase.plain_us
-        faster = f", {ratio:.2f}× as fast as the one before"
+        faster = f", {ratio:.2f}× as fast as the previous one"
     best = findings(session, phase)
-    holds = f"{best[0].cause} Without that, at best {best[0].gain:.2f}×." if best else "Nothing is left to name."
+    holds = f"{best[0].cause} Removing this gains at most {best[0].gain:.2f}×." if best else "No bottleneck was found."
     share = 100 * min(1.0, whole(session, phase).roof_us / phase.free_us)
     new = STATIONS[session.method, session.dtype]
     return (

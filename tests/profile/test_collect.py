@@ -75,7 +75,7 @@ def test_modules_sum_to_the_step(name: str) -> None:
         projections = [row for row in phase.spans if row.path[-1:] == ("QKV projection",)]
         assert len(projections) == 3
         if name == "static-kv":  # a model of plain functions, whose products tell the modules
-            assert "graphs and compiled code are given to modules by the order of their products" in session.notes
+            assert "graphs and compiled code are assigned to modules by the order of their products" in session.notes
         else:
             assert [row.calls for row in projections] == [1, 1, 1]
     assert session.phase("decode").work.naive == (name == "naive")

@@ -338,7 +338,7 @@ def test_half_precision_is_proposed_where_memory_binds() -> None:
 def test_at_the_limit_nothing_is_proposed() -> None:
     session = at_the_limit()
     text = verdict(session, session.phases[0])
-    assert "no bottleneck but the memory itself" in text
+    assert "The memory is the only limit" in text
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def test_the_story_goes_from_station_to_station(monkeypatch: pytest.MonkeyPatch,
     profiles.sessions.cache_clear()
     lines = [line for line in profiles.story().splitlines() if line[:1].isdigit()]
     assert [line.split("`")[1] for line in lines] == ["naive", "graph", "naive"]
-    assert "4.00× as fast as the one before" in lines[1]
+    assert "4.00× as fast as the previous one" in lines[1]
     assert "`hf-sdpa` fp16" in profiles.methods()
     assert len(profiles.pictures()) == 4
     profiles.sessions.cache_clear()

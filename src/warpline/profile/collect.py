@@ -199,7 +199,7 @@ class _Recorder:
                 "library of which no table exists; they are counted to the step itself"
             )
         elif self.method.by_order:
-            self.notes.append("graphs and compiled code are given to modules by the order of their products")
+            self.notes.append("graphs and compiled code are assigned to modules by the order of their products")
         mean = statistics.fmean(found.steps)
         if plain is not None and plain > 2 * mean:  # recording makes no step faster
             plain = None

@@ -48,7 +48,7 @@ class Finding:
     def text(self) -> str:
         """The finding as a paragraph."""
         return (
-            f"{self.cause} {self.remedy} At best that takes a step from {self.step_us:,.0f} to "
+            f"{self.cause} {self.remedy} At best this shortens a step from {self.step_us:,.0f} to "
             f"{self.after_us:,.0f} µs ({self.gain:.2f}× as fast)."
         )
 
@@ -83,25 +83,25 @@ def verdict(session: Session, phase: Phase) -> str:
         f"so it runs at {100 * share:.0f} % of the limit."
     )
     if phase.step_us < phase.plain_us:
-        stands = stands.replace(" µs;", " µs as recorded, which noise made shorter than an unrecorded one;", 1)
+        stands = stands.replace(" µs;", " µs (recorded; noise made it shorter than without recording);", 1)
     best = findings(session, phase)
     if share >= AT_THE_LIMIT:
         best = [one for one in best if one.kind in LESS_WORK]
     if share >= AT_THE_LIMIT and not best:
         return (
-            f"{stands} There is no bottleneck but the {what} itself: only less work helps, such as fewer bytes to a "
-            "weight, or more sequences for each pass over them."
+            f"{stands} The {what} is the only limit: only less work helps, such as fewer bytes per weight, "
+            "or more sequences per pass."
         )
     if not best:
         seen = bool(points(session, phase))
         why = (
             "No single cause accounts for the rest."
             if seen
-            else "Its modules cannot be seen, so nothing else is priced."
+            else "Its modules were not recorded, so no remedy can be priced."
         )
         return f"{stands} {why}"
-    behind = f" Next: {best[1].kind}, {best[1].saved_us:,.0f} µs." if len(best) > 1 else ""
-    return f"{stands} {best[0].text}{behind}"
+    following = f" Next: {best[1].kind}, {best[1].saved_us:,.0f} µs." if len(best) > 1 else ""
+    return f"{stands} {best[0].text}{following}"
 
 
 def _no_cache(session: Session, phase: Phase, limits: Roofs) -> Iterator[Finding]:
@@ -160,9 +160,9 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
             "host",
             f"Python and the dispatch of {spent.kernels:,.0f} operators take {gaps:,.0f} µs of each step "
             f"({share:.0f} %).",
-            "Fewer and larger operators do away with that."
+            "Fewer and larger operators reduce this."
             if "compile" in session.method or session.method.startswith("cpu")
-            else "Fewer and larger operators, or torch.compile, do away with that.",
+            else "Fewer and larger operators, or torch.compile, reduce this.",
             gaps,
             phase.free_us,
         )
@@ -174,7 +174,7 @@ def _gaps(session: Session, phase: Phase) -> Iterator[Finding]:
     counted = phase.launches  # besides one or a few graphs, only copies of inputs
     what, captured = "The GPU waits for the host", counted.graphs and counted.kernels > 8 * counted.count
     if captured:
-        what = "Though the step is a graph, the GPU waits for its launch and between its kernels"
+        what = "The step is a graph, but the GPU still waits for its launch and between its kernels"
     if phase.name == "prefill":
         remedy = (
             "Prepare less before the launch, or take several prompts at once."
@@ -205,9 +205,9 @@ def _exchanges(session: Session, phase: Phase) -> Iterator[Finding]:
     if count:
         yield Finding(
             "exchanges",
-            f"{count:,.0f} times a step the {what} hand their results to each other, and wait "
+            f"{count:,.0f} times a step the {what} exchange results, and wait "
             f"{spent:,.0f} µs for them ({100 * spent / phase.free_us:.0f} %).",
-            "Fewer exchanges help, and more sequences to a step, which share them.",
+            "Fewer exchanges help, and so do more sequences per step.",
             min(spent, phase.free_us - whole(session, phase).roof_us),
             phase.free_us,
         )
@@ -229,11 +229,11 @@ def _short_kernels(session: Session, phase: Phase, limits: Roofs) -> Iterator[Fi
     best = step.roof_us * spent / phase.free_busy_us  # their part of what the step must move
     yield Finding(
         "short kernels",
-        f"{count:,.0f} kernels of each step last less than {SHORT:g} µs, {spent / count:.1f} on average: beginning and "
-        f"ending costs more than the work, which would need {best:,.0f} of their {spent:,.0f} µs.",
+        f"{count:,.0f} kernels of each step last less than {SHORT:g} µs, {spent / count:.1f} on average: starting and "
+        f"ending them costs more than their work, which needs {best:,.0f} of the {spent:,.0f} µs.",
         "Fuse neighbours (torch.compile, the graph executor), or do the step in one launch (persistent)."
         if session.method not in ("graph", "kernels")
-        else "One launch for all of it (persistent) never stops reading weights.",
+        else "One launch for many tokens (persistent) reads weights without a pause.",
         spent - best,
         phase.free_us,
     )
@@ -329,7 +329,7 @@ def _slow_products(session: Session, phase: Phase, priced: list[Point]) -> Itera
         remedy = "Use larger tiles on tensor cores, or a larger batch."
     yield Finding(
         "weight streaming" if by_bytes else "slow products",
-        f"Matrix products take {spent:,.0f} µs where their {'weights' if by_bytes else 'FLOPs'} need {best:,.0f} µs; "
+        f"Matrix products take {spent:,.0f} µs; their {'weights' if by_bytes else 'FLOPs'} alone need {best:,.0f} µs; "
         f"the slowest, {worst.name}, reaches {100 * worst.share:.0f} % of its roof ({worst.gb_s:,.1f} GB/s).",
         remedy,
         spent - best,

@@ -136,7 +136,7 @@ def summary(found: Sequence[Row]) -> str:
     if failed:
         text += f"; {failed} candidates failed and were skipped"
     if left:
-        text += f"; {left} candidates were left out for want of time"
+        text += f"; {left} candidates were left out because time ran out"
     if any(row["basis"] == PROJECTED for row in found):
         text += "; projected from the compiler's report and the roofline, not measured"
     return text + "."

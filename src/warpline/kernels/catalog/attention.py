@@ -380,12 +380,12 @@ DECODE_ATTENTION = _decode_op(
 )
 APPEND_ATTENTION = _decode_op(
     "append_attention",
-    "the same of any slots of the cache, with the new key and value put into it on the way",
+    "decode_attention for any slots of the cache, which also stores the new key and value",
     appends=True,
 )
 APPEND_ATTENTION_INT8 = _decode_op(
     "append_attention_int8",
-    "the same over a cache of int8 codes, to which the new key and value are rounded first",
+    "append_attention over a cache of int8 codes, to which the new key and value are rounded first",
     appends=True,
     coded=True,
 )

@@ -270,13 +270,13 @@ _COUNTS = (16, 64, 128, 256, 1024)
 GROUP_MATMULS = (
     _group_matmul(
         "standard_matmul_bias",
-        "rows made mean 0 and variance 1, matrix product, bias",
+        "rows standardised, matrix product, bias",
         norm=True,
         bench=[(rows, 2304, 768) for rows in _COUNTS],
     ),
     _group_matmul(
         "standard_matmul_bias_gelu",
-        "rows made mean 0 and variance 1, matrix product, bias, GELU",
+        "rows standardised, matrix product, bias, GELU",
         norm=True,
         gelu=True,
         bench=[(rows, 3072, 768) for rows in _COUNTS],

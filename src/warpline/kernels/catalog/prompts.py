@@ -273,11 +273,11 @@ def _prompt_op(name: str, summary: str, *, coded: bool = False) -> KernelSpec:
 
 PROMPT_ATTENTION = _prompt_op(
     "prompt_attention",
-    "causal attention of packed prompts after what the KV cache holds, into which keys and values are put",
+    "causal attention of packed prompts, also to cached positions; stores keys and values in the KV cache",
 )
 PROMPT_ATTENTION_INT8 = _prompt_op(
     "prompt_attention_int8",
-    "causal attention of packed prompts after what a KV cache of int8 codes holds",
+    "causal attention of packed prompts, also to cached positions, with a KV cache of int8 codes",
     coded=True,
 )
 
@@ -292,7 +292,7 @@ _LANES = 8
 
 QUANTISE_KV = KernelSpec(
     name="quantise_kv",
-    summary="new keys and values into a KV cache of int8 codes, and rounded, as attention is to see them",
+    summary="stores new keys and values as int8 codes in the KV cache, and returns them rounded for attention",
     header="ops/quantise_kv.cuh",
     arguments=(
         updates("k", "1 heads rows depth", TO_CODES, strided=True),

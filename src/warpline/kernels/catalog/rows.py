@@ -181,7 +181,7 @@ LAYERNORM = _row_op(
 
 RESIDUAL_LAYERNORM = _row_op(
     name="residual_layernorm",
-    summary="residual addition and LayerNorm of the sum; both are kept",
+    summary="residual addition and LayerNorm of the sum; stores both",
     header="ops/layernorm.cuh",
     arguments=(
         reads("x", "rows columns"),
@@ -339,7 +339,7 @@ EXPAND = _flat_op(
 
 LAST_ROWS = _row_op(
     name="last_rows",
-    summary="what two tensors hold in the last row of each lane",
+    summary="gathers the last row of each lane from two tensors",
     header="ops/last_rows.cuh",
     arguments=(
         reads("x", "rows columns", touched="lanes columns"),

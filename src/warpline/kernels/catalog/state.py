@@ -185,7 +185,7 @@ def _different(dims: Dims, generator: torch.Generator, _full: bool) -> Tensor:
 
 ADMIT = KernelSpec(
     name="admit",
-    summary="what new requests bring, into their slots: numbers, known tokens, and the noise of all draws",
+    summary="writes new requests into their slots: numbers, known tokens, and the noise of all draws",
     header="ops/admit.cuh",
     arguments=(
         pinned(reads("lanes", "rows", _MAYBE_LANES)),
@@ -261,7 +261,7 @@ def _report(
 
 REPORT = KernelSpec(
     name="report",
-    summary="what has come of each lane since the last report, for the host: count, flags, new tokens",
+    summary="what is new in each lane since the last report, for the host: count, flags, tokens",
     header="ops/report.cuh",
     arguments=(
         reads("tokens", "slots capacity", index_into("capacity"), touched="rows width"),

@@ -73,7 +73,7 @@ ATTENTION = Ladder(
         Rung(
             name="naive",
             spec=_lower("attention_naive", _per_thread, arguments=_with_scores(True), options=(_BLOCK,)),
-            why="A thread to a query, scores stored and read again as by three kernels: lanes read rows far apart.",
+            why="One thread per query, scores stored and read again as by three kernels: lanes read rows far apart.",
         ),
         Rung(
             name="online alone",
@@ -90,17 +90,17 @@ ATTENTION = Ladder(
         Rung(
             name="coalesced",
             spec=_lower("attention_coalesced", _per_warp, arguments=_with_scores(True), options=(_BLOCK,)),
-            why="A warp to a query: lanes read neighbouring elements of a key or value and reduce every score.",
+            why="One warp per query: lanes read neighbouring elements of a key or value and reduce every score.",
         ),
         Rung(
             name="shared tiles",
             spec=_tiled("attention_shared", online=False),
-            why="A block to 32 queries: a key or value is read once for all of them, and a lane has a score to itself.",
+            why="One block per 32 queries: a key or value is read once for all of them, and each lane has one score.",
         ),
         Rung(
             name="online",
             spec=_tiled("attention_online", online=True),
-            why="The online softmax (FlashAttention): keys and values are met together, and no score goes to memory.",
+            why="The online softmax (FlashAttention): keys and values are read together, and no score goes to memory.",
         ),
         Rung(
             name="register tiles",

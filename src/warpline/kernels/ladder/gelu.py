@@ -59,17 +59,17 @@ GELU = Ladder(
         Rung(
             name="naive",
             spec=_lower("gelu_naive", _runs, name="gelu_naive", options=(_RUN, _BLOCK), restrict=False),
-            why="A thread to sixteen neighbouring elements: the lanes of a warp are 64 bytes apart.",
+            why="One thread per sixteen neighbouring elements: the lanes of a warp are 64 bytes apart.",
         ),
         Rung(
             name="coalesced",
             spec=_scalar(name="gelu_coalesced", restrict=False),
-            why="A thread to an element: a warp reads and writes one cache line at a time.",
+            why="One thread per element: a warp reads and writes one cache line at a time.",
         ),
         Rung(
             name="restrict",
             spec=_scalar(name="gelu_restrict"),
-            why="__restrict__ promises that y overlaps nothing; with one element to a thread no load follows a store.",
+            why="__restrict__ promises that y overlaps nothing; with one element per thread no load follows a store.",
         ),
         Rung(
             name="unrolled",
@@ -79,18 +79,18 @@ GELU = Ladder(
                 name="gelu_unrolled",
                 options=(_UNROLL, 4, _BLOCK),
             ),
-            why="Four elements to a thread, a block apart: four loads are under way before the first tanh.",
+            why="Four elements per thread, a block apart: four loads are in flight before the first tanh.",
         ),
         Rung(
             name="float4",
             spec=_wide(name="gelu_float4"),
-            why="16 bytes to a load and store: a quarter of the instructions, and four times the bytes under way.",
+            why="16 bytes per load and store: a quarter of the instructions, and four times the bytes in flight.",
         ),
         Rung(
             name="constant bias",
             variant=True,
             spec=_wide(name="gelu_constant", **in_constant_memory(_TOP, "bias")),
-            why="The bias in constant memory, which serves one address at a time while 32 lanes ask for 32.",
+            why="The bias in constant memory, which serves one address at a time, while 32 lanes need 32.",
         ),
         Rung(
             name="exp2",
@@ -101,7 +101,7 @@ GELU = Ladder(
             name="fast tanh",
             variant=True,
             spec=_FAST,
-            why="One approximate tanh instruction, at a relative error of 2^-11: arithmetic is not what it waits for.",
+            why="One approximate tanh instruction, relative error 2^-11: the kernel does not wait for arithmetic.",
         ),
     ),
 )

@@ -49,12 +49,12 @@ MATMUL = Ladder(
         Rung(
             name="naive",
             spec=_lower("matmul_naive", _per_thread, options=(_BLOCK,), restrict=False),
-            why="A thread to an output, neighbours in neighbouring rows: 32 lanes read 32 cache lines at a time.",
+            why="One thread per output, neighbours in neighbouring rows: 32 lanes read 32 cache lines at a time.",
         ),
         Rung(
             name="coalesced",
             spec=_warps(name="matmul_coalesced", options=(1, 4, _BLOCK), restrict=False),
-            why="A warp to an output: lanes read neighbouring inputs, one cache line, and add up at the end.",
+            why="One warp per output: lanes read neighbouring inputs, one cache line, and add up at the end.",
         ),
         Rung(
             name="restrict",
@@ -64,28 +64,28 @@ MATMUL = Ladder(
         Rung(
             name="unrolled",
             spec=_warps(name="matmul_unrolled", options=(4, 4, _BLOCK)),
-            why="Four steps of the loop at a time: four pairs of loads are under way instead of one.",
+            why="Four steps of the loop at a time: four pairs of loads are in flight instead of one.",
         ),
         Rung(
             name="constant bias",
             variant=True,
             spec=_warps(name="matmul_constant", options=(4, 4, _BLOCK), **in_constant_memory(_TOP, "bias")),
-            why="The bias in constant memory: one number of all that an output takes comes from another cache.",
+            why="The bias in constant memory: of all numbers that an output needs, one comes from another cache.",
         ),
         Rung(
             name="float4",
             spec=_warps(name="matmul_float4", options=(4, 16, _BLOCK)),
-            why="16 bytes to a lane and load: a quarter of the load instructions for the same bytes.",
+            why="16 bytes per lane and load: a quarter of the load instructions for the same bytes.",
         ),
         Rung(
             name="shared tiles",
             spec=_lower("matmul_tiles", functools.partial(_tiles, 1), name="matmul_shared", options=(1,)),
-            why="A block to 16 x 16 outputs: what is read once into shared memory serves sixteen rows or columns.",
+            why="One block per 16 x 16 outputs: each element read into shared memory serves sixteen rows or columns.",
         ),
         Rung(
             name="register tiles",
             spec=_lower("matmul_tiles", functools.partial(_tiles, 4), name="matmul_register", options=(4,)),
-            why="4 x 4 outputs to a thread: eight vectors from shared memory serve sixteen products, not two one.",
+            why="4 x 4 outputs per thread: eight vectors from shared memory serve 64 products, where two served four.",
         ),
         Rung(
             name="pipelined",

@@ -49,33 +49,33 @@ LAYERNORM = Ladder(
         Rung(
             name="naive",
             spec=_layernorm("layernorm_naive", _row_per_thread, options=(_BLOCK,)),
-            why="A thread to a row, three passes: lanes read addresses a row apart, 32 cache lines for 32 numbers.",
+            why="One thread per row, three passes: lanes read addresses a row apart, 32 cache lines for 32 numbers.",
         ),
         Rung(
             name="tree",
             spec=_layernorm("layernorm_tree", _row_per_block, options=(2 * _BLOCK,)),
-            why="A block to a row: reads are coalesced, sums meet in a tree in shared memory, a barrier to a level.",
+            why="One block per row: coalesced reads, and sums in a tree in shared memory, with a barrier per level.",
         ),
         Rung(
             name="warp",
             spec=_layernorm("layernorm_warps", _one_warp, name="layernorm_warp", options=(1, 4, _BLOCK)),
-            why="A warp to a row: lanes exchange registers in five steps, without shared memory or barriers.",
+            why="One warp per row: lanes exchange registers in five steps, without shared memory or barriers.",
         ),
         Rung(
             name="block",
             variant=True,
             spec=_layernorm("layernorm_warps", _four_warps, name="layernorm_block", options=(4, 4, _BLOCK)),
-            why="Four warps to a row, their sums meeting in shared memory: for rows that one warp could not hold.",
+            why="Four warps per row, which add their sums in shared memory: for rows that one warp could not hold.",
         ),
         Rung(
             name="float4",
             spec=_layernorm("layernorm_warps", _one_warp, name="layernorm_float4", options=(1, 16, _BLOCK)),
-            why="16 bytes to a lane and load: a quarter of the instructions, and four times the bytes under way.",
+            why="16 bytes per lane and load: a quarter of the instructions, and four times the bytes in flight.",
         ),
         Rung(
             name="registers",
             spec=_LAYERNORM,
-            why="The production kernel: the row stays in registers and is read once, all of it under way at once.",
+            why="The production kernel: the row stays in registers and is read once, all loads in flight together.",
         ),
     ),
 )
@@ -90,38 +90,38 @@ SOFTMAX = Ladder(
         Rung(
             name="naive",
             spec=_softmax("softmax_naive", _row_per_thread, options=(_BLOCK,)),
-            why="A thread to a row, three passes: lanes read addresses a row apart, 32 cache lines for 32 numbers.",
+            why="One thread per row, three passes: lanes read addresses a row apart, 32 cache lines for 32 numbers.",
         ),
         Rung(
             name="tree",
             spec=_softmax("softmax_tree", _row_per_block, options=(2 * _BLOCK,)),
-            why="A block to a row: reads are coalesced; maximum and sum meet in trees in shared memory.",
+            why="One block per row: coalesced reads; maximum and sum by trees in shared memory.",
         ),
         Rung(
             name="warp",
             spec=_softmax("softmax_warps", _one_warp, name="softmax_warp", options=(1, 4, 0, _BLOCK)),
-            why="A warp to a row: lanes exchange registers in five steps, without shared memory or barriers.",
+            why="One warp per row: lanes exchange registers in five steps, without shared memory or barriers.",
         ),
         Rung(
             name="block",
             variant=True,
             spec=_softmax("softmax_warps", _four_warps, name="softmax_block", options=(4, 4, 0, _BLOCK)),
-            why="Four warps to a row, meeting in shared memory: for rows that one warp could not hold.",
+            why="Four warps per row, combined in shared memory: for rows that one warp could not hold.",
         ),
         Rung(
             name="float4",
             spec=_softmax("softmax_warps", _one_warp, name="softmax_float4", options=(1, 16, 0, _BLOCK)),
-            why="16 bytes to a lane and load: a quarter of the instructions, and four times the bytes under way.",
+            why="16 bytes per lane and load: a quarter of the instructions, and four times the bytes in flight.",
         ),
         Rung(
             name="online",
             spec=_softmax("softmax_warps", _one_warp, name="softmax_online", options=(1, 16, 1, _BLOCK)),
-            why="Maximum and sum in one pass: a sum so far is scaled down when a larger number turns up.",
+            why="Maximum and sum in one pass: the running sum is scaled down when a larger number is found.",
         ),
         Rung(
             name="registers",
             spec=_SOFTMAX,
-            why="The production kernel: the row stays in registers, with one read and one exponential to an element.",
+            why="The production kernel: the row stays in registers, with one read and one exponential per element.",
         ),
     ),
 )

@@ -156,7 +156,7 @@ def roofline(session: Session, phase: Phase) -> Section:
     text = f"Roofs measured here: {limits.read_gb_s:,.0f} GB/s, {limits.tflop_s:,.2f} TFLOP/s."
     if any(point.share > 1 for point in points(session, phase)):
         better = "" if session.kind == "cpu" else ", or is read better than by torch, whose rate is the roof"
-        text += f" Above 100 %: what is read was still in a cache{better}."
+        text += f" Above 100 %: its data were still in a cache{better}."
     return Section("Roofline", titles, tuple(rows), text)
 
 
@@ -180,8 +180,8 @@ def projection(session: Session, phase: Phase, gpu: str) -> Section:
     target, rows = project(session, phase, gpu)
     text = (
         f"A projection, not a measurement: {target.name} by its datasheet ({target.read_gb_s:,.0f} GB/s, "
-        f"{target.tflop_s:,.1f} TFLOP/s). What bytes or FLOPs bind on a GPU is expected as near to the roof there; "
-        "the rest depends on hosts and latencies, and is left open."
+        f"{target.tflop_s:,.1f} TFLOP/s). Modules bound by bytes or FLOPs are expected to reach the same share of the "
+        "roof there. The others depend on host and latency, and have no estimate."
     )
     titles = ("module", "µs here", "µs at its roof", "µs expected")
     used = len(titles) if any(row.expected_us is not None for row in rows) else len(titles) - 1
