@@ -36,7 +36,7 @@ def unknown(what: str) -> ConfigError:
     """Return the error for internals of transformers that have changed."""
     return ConfigError(
         f"transformers {version()} has {what}, which Warpline does not know: leave that part out "
-        "(attention=False, mlp=False, layernorm=False, generate=False) or use transformers 4.57 to 5.22"
+        "(attention=False, mlp=False, layernorm=False, generate=False) or use transformers 4.57 to 5.23"
     )
 
 
