@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +34,18 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 SMALL = "random:n_layer=3,n_head=4,n_embd=64,n_positions=96"
+
+
+def run_alone(arguments: list[str], folder: Path) -> str:
+    """Run Python in a process and a folder of its own, without a GPU and without a network; return what it prints."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 def make_weights(config: ModelConfig, seed: int = 0, std: float = 0.2) -> Weights:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_alone
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 #: Parts of what each script prints.
@@ -20,23 +19,6 @@ SHOWN = {
 }
 
 
-def run(code: str, folder: Path) -> str:
-    """Run a script in a process and a folder of its own; return what it prints."""
-    path = os.pathsep.join(filter(None, (str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def test_notebook(tmp_path: Path) -> None:
     """Its code cells, one after another. They are plain Python, so this needs no Jupyter."""
     notebook = json.loads((EXAMPLES / "colab.ipynb").read_text(encoding="utf-8"))
@@ -46,7 +28,7 @@ def test_notebook(tmp_path: Path) -> None:
     stored = "".join("".join(out["text"]) for cell in cells for out in cell["outputs"])
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "python -m tools.notebook"
     assert not [word for word in ("/root", "/home", "/tmp", "Traceback") if word in stored]
-    out = run("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
+    out = run_alone(["-c", "\n".join("".join(cell["source"]) for cell in cells)], tmp_path)
     shown = (
         "tok/s",
         "replaced  generate",
@@ -64,6 +46,6 @@ def test_notebook(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_scripts(path: Path, tmp_path: Path) -> None:
-    out = run(path.read_text(encoding="utf-8"), tmp_path)
+    out = run_alone([str(path)], tmp_path)
     for part in SHOWN[path.stem]:
         assert part in out

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_alone
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What is installed already, what other tests run (make, serve), and what asks a server.
 ELSEWHERE = ("python3 -m venv", "pip install", "make ", "warpline serve", "curl ")
-
-
-def run(arguments: list[str], folder: Path) -> str:
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def blocks(*kinds: str) -> list[tuple[str, str]]:
@@ -41,7 +24,7 @@ def blocks(*kinds: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("page", ["README.md", "docs/reference/python.md"])
 def test_python_of_other_pages(page: str, tmp_path: Path) -> None:
     (code,) = [text for kind, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")) if kind == "python"]
-    assert len(run(["-c", code], tmp_path).split()) > 20
+    assert len(run_alone(["-c", code], tmp_path).split()) > 20
 
 
 def test_commands_and_python(tmp_path: Path) -> None:
@@ -51,11 +34,11 @@ def test_commands_and_python(tmp_path: Path) -> None:
     assert [command.split()[:2] for command in ran] == [
         ["warpline", verb] for verb in ("generate", "models", "doctor", "export")
     ]
-    printed = [run(["-m", "warpline", *shlex.split(command)[1:]], tmp_path) for command in ran]
+    printed = [run_alone(["-m", "warpline", *shlex.split(command)[1:]], tmp_path) for command in ran]
     assert printed[0].startswith("The dragon was hungry.")
     assert "stories" in printed[1]
 
-    out = run(["-c", "\n".join(text for kind, text in blocks("python"))], tmp_path)
+    out = run_alone(["-c", "\n".join(text for kind, text in blocks("python"))], tmp_path)
     at, expected = 0, [text for _, text in blocks("text")]
     assert len(expected) >= 5
     for text in expected:
