@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cli.conftest import Run, run  # noqa: F401 - a fixture
-from warpline.bench.serving import figures
+from warpline.bench.serving import figures, report
 from warpline.bench.serving.answers import Answer, read
 from warpline.bench.serving.client import Raw, Target, once
 from warpline.bench.serving.load import Load
@@ -123,6 +124,29 @@ def test_the_last_line_is_one_object_with_a_figure_for_each_load(run: Run) -> No
     last = json.loads(out.splitlines()[-1])
     assert last["rows"] == 2
     assert all(len(last[name]) == 2 and min(last[name]) > 0 for name in ("output_throughput", "median_ttft_ms"))
+
+
+def test_a_goal_is_met_up_to_its_limit() -> None:
+    """For gaps between chunks the longest counts; an answer of one token meets every goal for later tokens."""
+    one = Answer(prompt_tokens=3, tokens=3, ttft=0.25, gaps=(0.125, 0.5), whole=1.0, counted="usage")
+    met = {"ttft:250": 1, "ttft:249": 0, "itl:500": 1, "itl:499": 0, "ttft:250,e2el:1000": 1, "ttft:250,e2el:999": 0}
+    for text, count in met.items():
+        row = figures.figures([one], Load(requests=1), 1.0, 0.0, figures.goals(text))
+        assert row["request_goodput"] == count, text
+    short = replace(one, tokens=1, gaps=())
+    assert figures.figures([short], Load(requests=1), 1.0, 0.0, figures.goals("tpot:1"))["request_goodput"] == 1
+
+
+@pytest.mark.parametrize(("share", "noted"), [(report.BUSY, False), (report.BUSY + 0.01, True)])
+def test_a_busy_client_is_noted(share: float, noted: bool) -> None:
+    row: dict[str, Any] = {
+        "client_cpu_share": share,
+        "request_rate": None,
+        "max_concurrency": 8,
+        "counted": ["usage"],
+        "errors": {},
+    }
+    assert bool(report.notes(row | {"client_cpu_share": share})) is noted
 
 
 def test_refusals_have_their_own_time() -> None:

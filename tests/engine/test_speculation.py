@@ -8,16 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.arrivals import random_params
+from tests.engine.running import spans
 from tests.engine.test_cpu_invariance import DTYPES, seen
 from tests.model.test_stories import held_out
 from warpline import LLM, SamplingParams
+from warpline.config import EngineConfig
+from warpline.engine.executors import create
 from warpline.engine.executors.cpu import table as tables
+from warpline.engine.request import Request
 from warpline.errors import ConfigError
 from warpline.kernels.cpu import draft, sizes
+from warpline.kernels.cpu.words import Word
+from warpline.model.weights import load
 
 #: Small vocabularies lead to repetition, so that many drafts are right.
 MODEL = "random:n_layer=2,n_head=2,n_embd=48,n_positions=200,vocab_size=90"
@@ -64,6 +71,19 @@ def test_the_text_is_the_same_with_drafts(model: str, dtype: str) -> None:
             stream = drafting.stream(prompt, params)
             assert "".join(stream) == its.text
     assert accepted > 200
+
+
+@pytest.mark.parametrize(("lanes", "drafts", "together"), [(1, 3, False), (2, 3, True), (4, 0, False), (5, 0, True)])
+def test_a_thread_prepares_few_rows_only_by_itself(lanes: int, drafts: int, together: bool) -> None:
+    """Its memory has room for a few; drafts are rows too."""
+    asked = EngineConfig(speculate="ngram", speculative_tokens=drafts) if drafts else EngineConfig()
+    executor = create("cpu", load(MODEL), torch.device("cpu"), "fp32", asked)
+    slots = executor.allocate(lanes, 40)
+    found = slots.admit([Request([1, 2, 3], SETTINGS[0], 0, i, 30) for i in range(lanes)])
+    executor.prefill(slots, spans(slots, found))
+    call = executor._call(slots)  # type: ignore[attr-defined]
+    call.newest(slots, found, 1, chooses=True)
+    assert bool(call._words[Word.PREPARING] > 0) is together
 
 
 def test_sequences_come_and_go_with_drafts() -> None:

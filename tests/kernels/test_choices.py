@@ -103,6 +103,13 @@ def test_a_stale_choice_is_not_used_and_counted() -> None:
     assert found.file == str(choices.user_file(GPU))
 
 
+def test_shipped_choices_count_unless_they_are_stale_or_replaced() -> None:
+    ship(choice(), choice(dtype="fp32"), choice(dtype="bf16", digest="of other code"))
+    choices.remember(GPU, [choice()])
+    found = choices.summary(GPU)
+    assert (found.swept, found.shipped, found.stale) == (1, 1, 1)
+
+
 @pytest.mark.parametrize("tunables", [{"block": 512}, {"block": 513, "row_warps": 2}, {"block": 128, "row_warps": 8}])
 def test_a_choice_that_the_spec_does_not_have_is_not_used(tunables: dict[str, int]) -> None:
     choices.remember(GPU, [choice(tunables)])

@@ -14,7 +14,7 @@ from warpline.kernels.arguments import Scalar
 from warpline.kernels.catalog import CATALOG, find
 from warpline.kernels.catalog.rows import LAYERNORM
 from warpline.kernels.driver import check, driver
-from warpline.kernels.spec import Launch, Variant
+from warpline.kernels.spec import KernelSpec, Launch, Variant
 
 
 @pytest.mark.parametrize("status", ["UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE"])
@@ -112,3 +112,26 @@ def test_other_headers_of_cuda_make_another_binary(monkeypatch: pytest.MonkeyPat
 def test_launches_overlap_from_hopper_on(arch: str, overlaps: bool) -> None:
     made = Variant.of(find("layernorm"), "fp16", {"rows": 4, "columns": 768}, arch, overlapping=True)
     assert made.overlapping is overlaps
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("spec", CATALOG.values(), ids=CATALOG)
+def test_launches_are_whole_numbers(spec: KernelSpec, arch: str) -> None:
+    for dtype in (dtype for dtype in spec.dtypes if spec.runs_on(dtype, arch)):
+        for dims in spec.bench_dims:
+            shape = Variant.of(spec, dtype, dims, arch).launch(dims)
+            numbers = (shape.grid, shape.block, shape.shared_bytes + 1, shape.cluster, shape.teams)
+            assert all(type(n) is int and n > 0 for n in numbers), (dtype, dims)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("depth", [24, 64, 128])
+def test_flash_attention_has_memory_for_its_tiles(dtype: str, depth: int) -> None:
+    """Queries, and keys and values in flight; in fp32 the scores as well, which tensor cores leave in registers."""
+    spec, dims = find("flash_attention"), {"batch": 2, "heads": 3, "queries": 500, "keys": 500, "depth": depth}
+    variant = Variant.of(spec, dtype, dims, "sm_80")
+    tiles, size = dict(variant.tunables), 4 if dtype == "fp32" else 2
+    flight = 1 if dtype == "fp32" else tiles["teams"] * tiles["stages"]
+    least = (tiles["tile_queries"] + 2 * flight * tiles["tile_keys"]) * depth * size
+    least += tiles["tile_queries"] * tiles["tile_keys"] * size if dtype == "fp32" else 0
+    assert least <= variant.launch(dims).shared_bytes <= 1.5 * least + 8192

@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from tests.conftest import SMALL
 from tests.engine.running import run, spans
 from warpline.config import SamplingParams as Params
 from warpline.engine.executors.cpu.executor import CpuExecutor
 from warpline.engine.request import Request
+from warpline.kernels.cpu.screen import mark_drawn
+from warpline.kernels.noise import gumbel
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import load
 
@@ -120,6 +123,34 @@ def test_halves_of_floats_are_never_smaller() -> None:
     assert (found >= x).all()
     normal = x[:1000] > 1e-37
     assert (found[:1000][normal] <= x[:1000][normal] * (1 + 2**-7)).all()
+
+
+def _marks_drawn(
+    scores: np.ndarray, zeros: np.ndarray, temperature: float, key: int, marks: np.ndarray, noise: np.ndarray
+) -> None:
+    mark_drawn(scores, zeros, zeros, F(1), F(0), marks, temperature, key, noise)
+
+
+_COMPILED = njit(_marks_drawn)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([0.2, 0.7, 1.0, 3.0]),
+    spread=st.sampled_from([0.1, 1.0, 5.0]),
+)
+def test_of_exact_scores_the_one_that_is_drawn_is_left(seed: int, temperature: float, spread: float) -> None:
+    """Without errors of codes, what can be the largest is the largest, and what equals it up to rounding."""
+    scores = (spread * np.random.default_rng(seed).standard_normal(200)).astype(F)
+    zeros, marks, noise = np.zeros(200, F), np.zeros(200, np.uint8), np.zeros(200, F)
+    key = np.int64(np.int32(seed - 2**31))
+    _COMPILED(scores, zeros, F(temperature), key, marks, noise)
+    expected = gumbel(torch.tensor([key], dtype=torch.int32), 200)[0].numpy()
+    assert np.allclose(noise, expected, rtol=1e-5, atol=1e-5)
+    sums = scores.astype(np.float64) / temperature + expected
+    near = sums >= sums.max() - 1e-4 * (1 + abs(sums.max()))
+    assert marks[sums.argmax()]
+    assert not (marks[~near]).any()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

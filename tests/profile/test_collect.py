@@ -79,6 +79,9 @@ def test_modules_sum_to_the_step(name: str) -> None:
         else:
             assert [row.calls for row in projections] == [1, 1, 1]
     assert session.phase("decode").work.naive == (name == "naive")
+    known = 12 + 2 + 4 // 2  # context, steps that are not recorded, half of those that are
+    whole = Work(known + 1, 0, known + 1, naive=True)  # with the newest token
+    assert session.phase("decode").work == (whole if name == "naive" else Work(1, known, 1, naive=False))
 
 
 @pytest.mark.alone

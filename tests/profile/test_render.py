@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.profile.conftest import made_up
 from warpline.profile import tree
@@ -170,6 +172,17 @@ def test_numbers_of_the_roofline_do_not_cover_each_other(recorded: Session) -> N
             assert len(found) == len(names) == svg.count("<circle") > 10
             assert "whole step" in names
             assert not any(a.meets(b) for i, a in enumerate(found) for b in found[:i])
+
+
+SIDE = st.floats(0, 30, width=16)
+
+
+@given(x=SIDE, y=SIDE, others=st.lists(st.tuples(SIDE, SIDE), min_size=1, max_size=5))
+def test_boxes_meet_where_both_their_sides_do(x: float, y: float, others: list[tuple[float, float]]) -> None:
+    box = roofchart.Box(x, y, 10.0, 6.0)
+    for other in (roofchart.Box(*place, 14.0, 4.0) for place in others):
+        apart = other.x >= x + 10 or x >= other.x + 14 or other.y >= y + 6 or y >= other.y + 4
+        assert box.meets(other) == other.meets(box) == (not apart)
 
 
 @pytest.mark.parametrize("corner", [(64.0, 10.0), (890.0, 10.0), (64.0, 376.0), (890.0, 376.0), (450.0, 200.0)])

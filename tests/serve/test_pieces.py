@@ -36,6 +36,20 @@ def pieces(maker: Maker, parts: list[list[int]]) -> list[Piece]:
     return found + maker.take([], ended=True)
 
 
+class OfWords:
+    """A tokenizer that does not work on bytes."""
+
+    def joined_bytes(self, _ids: list[int], *, special: bool = False) -> None:
+        return None
+
+
+def test_a_table_knows_its_longest_token() -> None:
+    """By which a text is refused as too long before it is encoded."""
+    assert TABLE.longest == max(len(TOKENIZER.joined_bytes([token]) or b"") for token in range(50257)) > 64
+    table = Table(OfWords(), 5)  # type: ignore[arg-type]
+    assert (table.longest, table.escaped, table.on_bytes) == (64, [None] * 5, False)
+
+
 @given(TOKENS, CUTS)
 def test_plain(tokens: list[int], cuts: list[int]) -> None:
     found = pieces(Plain(TABLE), chunks(tokens, cuts))

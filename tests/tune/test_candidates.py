@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from warpline.hardware import ARCH_LIMITS
@@ -31,6 +34,20 @@ def test_the_first_round_begins_with_the_default(spec: KernelSpec) -> None:
         assert len(set(plan)) == len(plan) <= max(WHOLE_GRID, 30)
         assert all(case.allows(values) for values in plan)
         assert impossible(case, case.default) is None
+
+
+@pytest.mark.parametrize("count", [WHOLE_GRID - 1, WHOLE_GRID, WHOLE_GRID + 1])
+def test_a_small_grid_is_tried_whole(count: int) -> None:
+    """The default and others, up to `WHOLE_GRID` in all; of a larger grid, what is near the default."""
+    allowed = [*itertools.product(range(32, 256, 32), range(1, 7))][:count]
+    spec = replace(
+        find("bias_gelu"),
+        tunables={"block": tuple(range(32, 256, 32)), "unroll": tuple(range(1, 7))},
+        default=lambda *_: {"block": 32, "unroll": 1},
+        allows=lambda _dims, tunables, _dtype: tuple(tunables.values()) in allowed,
+    )
+    plan = first_round(Case(spec, "fp16", spec.bench_dims[0], "sm_90"))
+    assert (len(plan) == count) == (count <= WHOLE_GRID)
 
 
 def test_the_engines_shapes_are_swept() -> None:

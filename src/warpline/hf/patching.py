@@ -104,7 +104,7 @@ def patch(
         raise ConfigError(f"the model is on {some.device.type}: move it to cpu or cuda first")
     report = Report(probe.version(), stored, str(some.device))
     record, shared = Patch(options | codes._asdict(), report), Shared(fast_math=False)
-    asked = model if hasattr(model, "lm_head") and hasattr(model, "generate") and _is_lm(model) else base
+    asked = model if _is_lm(model) else base
     before = probe.look(asked, base)
     report.spread, report.allowed = before.spread, before.allowed(some.dtype, len(base.h))
     try:

@@ -10,7 +10,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float, erf
-from warpline.kernels.cpu.vectors import LOG2_E, alike, exponential
+from warpline.kernels.cpu.vectors import LOG2_E, alike, exponential, fused
 
 _ONE = np.float32(1)
 
@@ -25,6 +25,16 @@ def exp(_context: Any, _x: Any) -> Any:
     return types.float32(types.float32), make
 
 
+@intrinsic
+def plus_product(_context: Any, _total: Any, _a: Any, _b: Any) -> Any:
+    """Return total + a * b, rounded once where the CPU can."""
+
+    def make(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return fused(builder, *arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), make
+
+
 @njit(**INNER)
 def log(x: Number) -> Number:
     """Return the natural logarithm of a normal positive number, to a few units in the last place."""
@@ -34,19 +44,19 @@ def log(x: Number) -> Number:
     exponent = shifted >> np.int32(23)
     f = as_float((shifted & np.int32(0x7FFFFF)) + np.int32(0x3F3504F3)) - _ONE
     p = np.float32(7.0376836292e-2)
-    p = p * f - np.float32(1.1514610310e-1)
-    p = p * f + np.float32(1.1676998740e-1)
-    p = p * f - np.float32(1.2420140846e-1)
-    p = p * f + np.float32(1.4249322787e-1)
-    p = p * f - np.float32(1.6668057665e-1)
-    p = p * f + np.float32(2.0000714765e-1)
-    p = p * f - np.float32(2.4999993993e-1)
-    p = p * f + np.float32(3.3333331174e-1)
-    square = f * f
-    return f + (p * f * square - np.float32(0.5) * square) + np.float32(exponent) * np.float32(0.6931471805599453)
+    p = plus_product(np.float32(-1.1514610310e-1), p, f)
+    p = plus_product(np.float32(1.1676998740e-1), p, f)
+    p = plus_product(np.float32(-1.2420140846e-1), p, f)
+    p = plus_product(np.float32(1.4249322787e-1), p, f)
+    p = plus_product(np.float32(-1.6668057665e-1), p, f)
+    p = plus_product(np.float32(2.0000714765e-1), p, f)
+    p = plus_product(np.float32(-2.4999993993e-1), p, f)
+    p = plus_product(np.float32(3.3333331174e-1), p, f)
+    rest = f * f * plus_product(np.float32(-0.5), p, f)
+    return plus_product(f + rest, np.float32(exponent), np.float32(0.6931471805599453))
 
 
-@njit(**INNER, fastmath=True)
+@njit(**(INNER | {"fastmath": True}))
 def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: Number, y: np.ndarray) -> None:
     """Compute LayerNorm of a row into y."""
     count = len(x)

@@ -20,8 +20,9 @@ from numba.np.arrayobj import populate_array
 _INT32, _INT64, _FLOAT, _DOUBLE, _HALF = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType(), ir.HalfType()
 #: float32, in compiled code.
 Number = Any
-#: How functions are compiled that only compiled code calls.
-INNER = {"error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+#: How functions are compiled that only compiled code calls. Without a `fastmath` of its own, a function would inherit
+#: that of whichever caller numba compiles first.
+INNER = {"error_model": "numpy", "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "fastmath": False}
 
 #: The system call with which a thread sleeps until a word changes; elsewhere, waiting threads yield.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0

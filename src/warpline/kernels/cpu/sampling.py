@@ -15,8 +15,8 @@ from numba import njit
 from warpline.kernels.cpu.arithmetic import exp, log
 from warpline.kernels.cpu.intrinsics import INNER, Number, as_bits, as_float
 
-#: Sums may be reordered, but infinities and NaN keep their meaning.
-FINITE_OR_NOT = {"nsz", "arcp", "contract", "afn", "reassoc"}
+#: For functions whose sums may be reordered, while infinities and NaN keep their meaning.
+FINITE_OR_NOT = INNER | {"fastmath": {"nsz", "arcp", "contract", "afn", "reassoc"}}
 _LOWEST = np.float32(-np.inf)
 
 
@@ -30,12 +30,11 @@ def gumbel(key: int, token: int) -> Number:
     bits = np.uint32(bits ^ (bits >> np.uint32(16)))
     uniform = min((np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
     rest = np.float32(1) - uniform
-    # log(1 - u) from the rounded 1 - u, corrected for that rounding: exact where u is small and noise is large.
-    exponential = uniform if rest == np.float32(1) else log(rest) * (uniform / (rest - np.float32(1)))
-    return -log(exponential)
+    # -log(1 - u) from the rounded 1 - u, plus what rounding took from u: exact where u is small and noise is large.
+    return -log(uniform - (np.float32(1) - rest) - log(rest))
 
 
-@njit(**INNER, fastmath=FINITE_OR_NOT)
+@njit(**FINITE_OR_NOT)
 def _largest(scores: np.ndarray) -> int:
     """Return the index of the largest score, of equal ones the first."""
     top = scores[0]
@@ -74,7 +73,7 @@ def _above(scores: np.ndarray, bar: Number) -> Number:
     return count
 
 
-@njit(**INNER, fastmath=FINITE_OR_NOT)
+@njit(**FINITE_OR_NOT)
 def _weight_above(scores: np.ndarray, bar: Number, largest: Number) -> Number:
     total = np.float32(0)
     for i in range(len(scores)):
@@ -146,7 +145,7 @@ def sample_token(
         bar = scores[drawn]
 
 
-@njit(**INNER, fastmath=FINITE_OR_NOT)
+@njit(**FINITE_OR_NOT)
 def _sum_of_exp(scores: np.ndarray, largest: Number) -> Number:
     total = np.float32(0)
     for i in range(len(scores)):
@@ -154,7 +153,7 @@ def _sum_of_exp(scores: np.ndarray, largest: Number) -> Number:
     return total
 
 
-@njit(**INNER, fastmath=FINITE_OR_NOT)
+@njit(**FINITE_OR_NOT)
 def _largest_below(scores: np.ndarray, bar: Number) -> Number:
     top = _LOWEST
     for i in range(len(scores)):

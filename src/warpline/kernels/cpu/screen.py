@@ -33,7 +33,7 @@ def rest_of(x: np.ndarray, length: Number) -> Number:
     return width * np.float32(2.0**-21) * length + np.float32(0.51) * np.float32(math.sqrt(width)) * quantum_of(x)
 
 
-@njit(**INNER, fastmath=FINITE_OR_NOT)
+@njit(**FINITE_OR_NOT)
 def mark_possible(
     scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray
 ) -> None:
@@ -45,7 +45,7 @@ def mark_possible(
         marks[i] = not scores[i] + _off(scores[i], errors[i], norms[i], length, rest) < least
 
 
-@njit(**INNER, fastmath=FINITE_OR_NOT)
+@njit(**FINITE_OR_NOT)
 def mark_drawn(
     scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray,
     temperature: Number, key: int, noise: np.ndarray,
