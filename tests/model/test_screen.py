@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.engine.running import run, spans
 from warpline.config import SamplingParams as Params
 from warpline.engine.executors.cpu.executor import CpuExecutor
 from warpline.engine.request import Request
-from warpline.kernels.cpu.screen import mark_drawn
+from warpline.kernels.cpu.screen import is_beyond, is_within, mark_above, mark_drawn
 from warpline.kernels.noise import gumbel
 from warpline.model.screen import Screen, upper_half
 from warpline.model.weights import load
@@ -182,9 +184,93 @@ def test_the_cpu_executor_says_that_a_model_is_broken_screened_or_not() -> None:
         assert slots.not_finite[lanes].all()
 
 
-@pytest.mark.parametrize("params", [Params(temperature=0.8), Params(temperature=0, repetition_penalty=1.2)])
+@pytest.mark.parametrize("spread", [1.0, 60.0, 400.0])
+@pytest.mark.parametrize("temperature", [0.3, 0.9, 2.0])
+@pytest.mark.parametrize(("dtype", "rows"), [("fp32", 1), ("fp32", 3), ("bf16", 1)])
+def test_top_p_keeps_and_excludes_the_same_tokens_by_codes(
+    dtype: str, rows: int, temperature: float, spread: float
+) -> None:
+    """From flat distributions, where nearly all tokens are kept, to those where a few are."""
+    weights = load(SMALL, dtype=dtype)
+    head = weights.tensors["wte.weight"]
+    weights.tensors["ln_f.weight"] *= spread  # only the logits
+    head[7] = head[8] = head[9]
+    head[11] *= 3
+    rng, vocab = np.random.default_rng(rows), weights.config.vocab_size
+    shares, drawing = (0.05, 0.5, 0.9, 0.95, 0.999, 1.0), Params(temperature=temperature, min_tokens=5)
+    asked = [
+        Request(rng.integers(vocab, size=4 + i).tolist(), replace(drawing, top_p=float(share)), i, 0, 50)
+        for i, share in enumerate(rng.permutation(shares)[: 2 * rows])
+    ]
+    screened, full = CpuExecutor(weights, CPU, dtype), CpuExecutor(weights, CPU, dtype, screened=False)
+    for first in range(0, len(asked), rows):
+        some = asked[first : first + rows]
+        assert run(screened, some) == run(full, some)
+
+
+def _decided(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, marks: np.ndarray, scale: float, top_p: float,
+    drawn: int, found: np.ndarray,
+) -> None:  # fmt: skip
+    found[0] = is_within(scores, errors, norms, F(1), F(0), marks, scale, drawn, top_p)
+    mark_above(scores, errors, norms, F(1), F(0), marks, drawn)
+    found[1:] = marks
+
+
+_DECIDED = njit(_decided)
+
+
+def _beyond(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, marks: np.ndarray, scale: float, top_p: float, drawn: int
+) -> bool:
+    return bool(is_beyond(scores, errors, norms, F(1), F(0), marks, scale, drawn, top_p))
+
+
+_BEYOND = njit(_beyond)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    error=st.sampled_from([0.0, 1e-3, 0.1, 2.0]),
+    spread=st.sampled_from([0.1, 2.0, 30.0]),
+    top_p=st.sampled_from([0.01, 0.5, 0.95, 0.999]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+@settings(max_examples=300)
+def test_what_bounds_decide_is_so(seed: int, error: float, spread: float, top_p: float, temperature: float) -> None:
+    rng = np.random.default_rng(seed)
+    exact = (spread * rng.standard_normal(300)).astype(F)
+    errors = (error * rng.random(300)).astype(F)
+    scores = (exact + errors * rng.choice([-1, -0.5, 0, 0.5, 1], 300)).astype(F)  # as far off as they may be
+    scale, share = F(1) / F(temperature), F(top_p)
+    weights = np.exp((exact.astype(np.float64) - exact.max()) / temperature)
+    for drawn in rng.choice(300, 8, p=weights / weights.sum()):
+        truth = bool(weights[exact > exact[drawn]].sum() < top_p * weights.sum())
+        marks, found = np.zeros(300, np.uint8), np.zeros(301, np.uint8)
+        known = scores.copy()
+        known[drawn], marks[drawn] = exact[drawn], 1
+        _DECIDED(known, errors, np.zeros(300, F), marks, scale, share, int(drawn), found)
+        assert truth or not found[0]
+        above = found[1:] != 0
+        assert above[exact > exact[drawn]].all()
+        known[above], marks[above] = exact[above], 1
+        beyond = _BEYOND(known, errors, np.zeros(300, F), marks, scale, share, int(drawn))
+        assert not (truth and beyond)
+        if error == 0 and abs(weights[exact > exact[drawn]].sum() - top_p * weights.sum()) > 1e-3 * weights.sum():
+            assert bool(found[0]) is truth  # bounds without a gap decide
+            assert beyond is not truth
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Params(temperature=0.8, top_k=20),
+        Params(temperature=0.8, min_p=0.01),
+        Params(temperature=0, repetition_penalty=1.2),
+    ],
+)
 def test_what_needs_every_logit_gets_every_logit(params: Params) -> None:
-    """The default top-p, and penalties: codes are not looked at."""
+    """Top-k, min-p and penalties: codes are not looked at."""
     weights = load(SMALL)
     executor = CpuExecutor(weights, CPU, "fp32")
     asked = [Request([1, 2, 3, 4], params, 3, 0, 40)]

@@ -49,6 +49,7 @@ class Needs:
     biased: bool = False  # logits of single tokens are changed, by penalties or by the request's biases
     min_length: bool = False
     random: bool = False
+    top_k: bool = False
     candidates: int = 0  # most tokens that top-k and top-p may have to rank; 0 if neither is used
     min_p: bool = False
     logprobs: int | None = None
@@ -61,7 +62,12 @@ class Needs:
     @property
     def filters(self) -> bool:
         """Whether some tokens are excluded or penalised before the draw."""
-        return self.penalty or self.biased or self.candidates > 0 or self.min_p
+        return self.filters_beside_top_p or self.candidates > 0
+
+    @property
+    def filters_beside_top_p(self) -> bool:
+        """Whether there are other filters than top-p."""
+        return self.penalty or self.biased or self.top_k or self.min_p
 
     def __or__(self, other: Needs) -> Needs:
         tops = [n.logprobs for n in (self, other) if n.logprobs is not None]
@@ -70,6 +76,7 @@ class Needs:
             self.biased or other.biased,
             self.min_length or other.min_length,
             self.random or other.random,
+            self.top_k or other.top_k,
             max(self.candidates, other.candidates),
             self.min_p or other.min_p,
             max(tops) if tops else None,
@@ -92,6 +99,7 @@ def needs_of(params: SamplingParams, vocab: int) -> Needs:
         biased=params.adjusts_tokens,
         min_length=params.min_tokens > 0,
         random=drawn,
+        top_k=drawn and params.top_k > 0,
         candidates=min(params.top_k or vocab, vocab) if cut else 0,
         min_p=drawn and params.min_p > 0,
         logprobs=params.logprobs,

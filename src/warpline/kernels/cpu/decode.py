@@ -23,7 +23,6 @@ from warpline.kernels.cpu.lanes import (
     FLOAT32,
     INT64,
     append,
-    banned_and_key,
     draft_next,
     float_at,
     int_at,
@@ -31,9 +30,9 @@ from warpline.kernels.cpu.lanes import (
     lay_out,
 )  # fmt: skip
 from warpline.kernels.cpu.panels import multiply_panels_of
-from warpline.kernels.cpu.products import multiply_of, product_of
+from warpline.kernels.cpu.products import multiply_of
 from warpline.kernels.cpu.quanta import rounded
-from warpline.kernels.cpu.screen import length_of, mark_drawn, mark_possible, rest_of
+from warpline.kernels.cpu.rescore import rescore_of
 from warpline.kernels.cpu.sharing import claim, complete, part_of, wait
 from warpline.kernels.cpu.sizes import COUNTS, LINE, PANEL, QUAD, TALL, apart, row_bytes
 from warpline.kernels.cpu.words import Begin, Form, Stage, Word
@@ -50,7 +49,7 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
     activated, cell, attend = ACTIVATIONS[activation], np.dtype(cached).itemsize, attend_of(cached, wide)
     multiply_codes, all_codes = multiply_panels_of(np.int8, wide), stored is np.int8
     plain = np.float32 if all_codes else stored  # unused with codes
-    multiply_panels, multiply, logit = multiply_panels_of(plain, wide), multiply_of(plain), product_of(plain)
+    multiply_panels, multiply, rescore = multiply_panels_of(plain, wide), multiply_of(plain), rescore_of(plain)
 
     @njit(**INNER)
     def embed_row(at: np.ndarray, row: int) -> None:
@@ -135,37 +134,6 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
                 here = array(target + r * apart + 4 * begin, FLOAT32, count)
                 for i in range(count):
                     here[i] = activated(here[i])
-
-    @njit(**INNER)
-    def rescore(at: np.ndarray, stage: np.ndarray, r: int, slot: int, private: int) -> None:
-        """Compute from the matrix those logits of a row that can be the largest; codes gave the first values."""
-        rows, width, vocab = at[Word.ROWS.value], at[Word.WIDTH.value], at[Word.VOCAB.value]
-        x, normal = matrix(at[Word.X.value], FLOAT32, rows, width), array(private, FLOAT32, width)
-        weight, bias = (
-            array(stage[Stage.NORM.value], FLOAT32, width),
-            array(stage[Stage.NORM_BIAS.value], FLOAT32, width),
-        )
-        normalise(x[r], weight, bias, float_at(at[Word.SETTINGS.value], 0), normal)
-        banned, key = banned_and_key(at, slot)
-        logits = matrix(at[Word.LOGITS.value], FLOAT32, rows, vocab)[r]
-        marks = matrix(at[Word.MARKS.value], FLAG, rows, vocab)[r]
-        if banned >= 0:
-            logits[banned] = np.float32(-np.inf)  # it excludes no other token
-        errors, norms = (
-            array(stage[Stage.ERRORS.value], FLOAT32, vocab),
-            array(stage[Stage.NORMS.value], FLOAT32, vocab),
-        )
-        length, temperature = length_of(normal), float_at(at[Word.TEMPERATURE.value], slot)
-        rest = rest_of(normal, length)
-        if temperature > 0:
-            noisy = matrix(at[Word.NOISY.value], FLOAT32, rows, vocab)[r]
-            mark_drawn(logits, errors, norms, length, rest, marks, temperature, key, noisy)
-        else:
-            mark_possible(logits, errors, norms, length, rest, marks)
-        for i in range(vocab):
-            if marks[i] != 0:
-                logits[i] = logit(stage[Stage.MATRIX.value], private, width, i, private + 4 * width)
-                marks[i] = 0
 
     @njit(**INNER)
     def attention(at: np.ndarray, stage: np.ndarray, piece: int, room: int) -> None:
@@ -301,9 +269,8 @@ def program(stored: Any, cached: Any, activation: str, *, wide: bool) -> Callabl
         for row in range(first, firsts[lane + 1]):
             place = int_at(at[Word.LENGTH.value], slot)
             drafted = tokens[place]
-            if at[Word.SCREENS.value] != 0:
-                rescore(at, head, row, slot, private)
-            append(at, row, slot, step)
+            drawn = rescore(at, head, row, slot, private) if at[Word.SCREENS.value] != 0 else -1
+            append(at, row, slot, step, drawn)
             if drafts == 0 or not judged(at, slot, row - first, place, drafted):
                 break
             kept += 1

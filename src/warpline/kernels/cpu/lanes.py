@@ -41,8 +41,8 @@ def banned_and_key(at: np.ndarray, slot: int) -> tuple[int, int]:
 
 
 @njit(**INNER)
-def append(at: np.ndarray, row: int, slot: int, step: int) -> None:
-    """End a row's step as `Slots` describes it."""
+def append(at: np.ndarray, row: int, slot: int, step: int, drawn: int) -> None:
+    """End a row's step as `Slots` describes it. `drawn` is the token if it is decided already, or -1."""
     vocab, rows, capacity = at[Word.VOCAB.value], at[Word.ROWS.value], at[Word.CAPACITY.value]
     slots, eos = at[Word.SLOTS.value], at[Word.EOS.value]
     logits = matrix(at[Word.LOGITS.value], FLOAT32, rows, vocab)[row]
@@ -75,7 +75,9 @@ def append(at: np.ndarray, row: int, slot: int, step: int) -> None:
     if biased:
         for i in range(vocab):
             logits[i] += bias[i]
-    chosen = sample_token(logits, noisy, banned, temperature, top_k, top_p, min_p, key, at[Word.SCREENS.value] != 0)
+    chosen = drawn
+    if drawn < 0:
+        chosen = sample_token(logits, noisy, banned, temperature, top_k, top_p, min_p, key, at[Word.SCREENS.value] != 0)
     if place >= int_at(at[Word.KNOWN.value], slot):
         tokens[place] = chosen
     array(at[Word.LENGTH.value], INT64, slots)[slot] = place + 1

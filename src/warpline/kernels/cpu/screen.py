@@ -1,4 +1,5 @@
-"""Finds the logits that need not be computed: their bounds, from int8 codes, show that they are not the largest.
+"""Finds the logits that need not be computed: their bounds, from int8 codes, show that they do not decide which token
+is drawn.
 
 cuda/screen.cuh has the derivation. The hidden state is rounded to quanta (quanta.py), by at most half a quantum per
 element.
@@ -11,9 +12,13 @@ import math
 import numpy as np
 from numba import njit
 
+from warpline.kernels.cpu.arithmetic import exp
 from warpline.kernels.cpu.intrinsics import INNER, Number
 from warpline.kernels.cpu.quanta import quantum_of
 from warpline.kernels.cpu.sampling import FINITE_OR_NOT, gumbel
+
+#: Marks of outputs: the logit is to be computed, and it has been.
+WANTED, KNOWN = 1, 2
 
 
 @njit(**INNER)
@@ -69,3 +74,86 @@ def _off(score: Number, error: Number, norm: Number, length: Number, rest: Numbe
     """Return the largest possible error of a score."""
     some = (length * error + rest * norm) * np.float32(1.001)
     return some + abs(score) * np.float32(2.0**-20) + np.float32(1e-30)
+
+
+# --- top-p ------------------------------------------------------------------------------------------------------------
+# A token is drawn without it, and kept if the tokens above it weigh less than the share top_p of all (sampling.py).
+# Bounds of all logits bound both weights, which nearly always decides. Sums round, and each weight as well: relative to
+# the sums of a full pass, the sums here may be off by `_rounding`.
+
+
+@njit(**INNER)
+def _rounding(count: int) -> Number:
+    return np.float32(count + 64) * np.float32(2.0**-23) + np.float32(2.0**-15)
+
+
+@njit(**FINITE_OR_NOT)
+def _weights(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray,
+    inverse_temperature: Number, bar: Number, shift: Number, sign: Number,
+) -> tuple[Number, Number]:  # fmt: skip
+    """Return the most that outputs above a bar can weigh, and a bound for the others: from below if `sign` is -1, from
+    above if it is 1. Scores of marked outputs are exact."""
+    above, others = np.float32(0), np.float32(0)
+    for i in range(len(scores)):
+        off = _off(scores[i], errors[i], norms[i], length, rest) if marks[i] == 0 else np.float32(0)
+        is_above = (scores[i] + off) * inverse_temperature > bar and (sign < 0 or marks[i] != 0)
+        weight = exp((scores[i] + (off if is_above else sign * off)) * inverse_temperature - shift)
+        above += weight if is_above else np.float32(0)
+        others += np.float32(0) if is_above else weight
+    return above, others
+
+
+@njit(**INNER)
+def is_within(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray,
+    inverse_temperature: Number, drawn: int, top_p: Number,
+) -> bool:  # fmt: skip
+    """Whether top-p certainly keeps a token whose logit is known. Outputs whose logit is known are marked."""
+    bar, e = scores[drawn] * inverse_temperature, _rounding(len(scores))
+    above, others = _weights(
+        scores, errors, norms, length, rest, marks, inverse_temperature, bar, bar, np.float32(-1)
+    )  # fmt: skip
+    return above * ((1 + e) - top_p * (1 - e)) < top_p * (1 - e) * others
+
+
+@njit(**INNER)
+def is_beyond(
+    scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray,
+    inverse_temperature: Number, drawn: int, top_p: Number,
+) -> bool:  # fmt: skip
+    """Whether top-p certainly excludes a token. Requires: all outputs that may be above it are marked."""
+    bar, e = scores[drawn] * inverse_temperature, _rounding(len(scores))
+    above, others = _weights(
+        scores, errors, norms, length, rest, marks, inverse_temperature, bar, bar, np.float32(1)
+    )  # fmt: skip
+    return above * ((1 - e) - top_p * (1 + e)) > top_p * (1 + e) * others
+
+
+@njit(**INNER)
+def mark_above(
+    scores: np.ndarray,
+    errors: np.ndarray,
+    norms: np.ndarray,
+    length: Number,
+    rest: Number,
+    marks: np.ndarray,
+    than: int,
+) -> None:
+    """Mark, beside the outputs whose logit is known, those whose logit may be larger than that of `than`."""
+    for i in range(len(scores)):
+        if marks[i] == 0 and not scores[i] + _off(scores[i], errors[i], norms[i], length, rest) <= scores[than]:
+            marks[i] = WANTED
+
+
+@njit(**INNER)
+def drawn_above(
+    scores: np.ndarray, noise: np.ndarray, marks: np.ndarray, inverse_temperature: Number, bar: Number
+) -> int:
+    """Return the output that is drawn from those whose logit is known and above a bar, or -1 if there are none."""
+    found, best = -1, np.float32(-np.inf)
+    for i in range(len(scores)):
+        score = scores[i] * inverse_temperature
+        if marks[i] != 0 and score > bar and score + noise[i] > best:
+            found, best = i, score + noise[i]
+    return found

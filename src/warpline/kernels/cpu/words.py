@@ -18,7 +18,7 @@ class Word(_Indices):
     """The words of a call: numbers, then addresses."""
 
     STEPS = auto()
-    SCREENS = auto()  # only logits that can be the largest are computed
+    SCREENS = auto()  # only logits that can decide the next token are computed
     CHOOSES = auto()  # a step ends with a token for every row; otherwise with the output of its last stage
     BEGIN = auto()  # a `Begin`
     FIRST = auto()  # first stage of a step

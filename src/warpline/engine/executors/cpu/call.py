@@ -121,8 +121,8 @@ class Call:
         self._clocks: np.ndarray | None = None
 
     def newest(self, slots: Slots, lanes: Sequence[int], steps: int, *, chooses: bool, screens: bool = False) -> int:
-        """Set the words for `steps` steps of these lanes; return their address. `screens`: every row needs only its
-        largest logit, with or without noise."""
+        """Set the words for `steps` steps of these lanes; return their address. `screens`: codes of the LM head say
+        which logits are computed."""
         going = [lane for lane in lanes if not self._done[lane]]
         drafts = self._drafts if chooses else 0
         for lane in going if drafts else ():

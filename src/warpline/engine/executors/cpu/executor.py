@@ -145,10 +145,11 @@ class CpuExecutor(Executor):
         return self._call(slots).counted() if self.drafts else None
 
     def screens(self, slots: Slots, lanes: Sequence[int]) -> bool:
-        """Whether only the largest logit is needed; several rows in half precision would be no faster with codes."""
+        """Whether codes of the LM head can say which logits are needed; several rows in half precision would be no
+        faster with them."""
         needs = slots.needs(lanes)
-        asked = needs.logprobs is not None or needs.filters
-        return self._screen is not None and not asked and (self.dtype == "fp32" or len(lanes) == 1)
+        all_logits = needs.logprobs is not None or needs.filters_beside_top_p
+        return self._screen is not None and not all_logits and (self.dtype == "fp32" or len(lanes) == 1)
 
     def observe(self, slots: Slots, lanes: Sequence[int]) -> dict[str, Tensor]:
         """Return the logits; nothing else of a step is left afterwards."""
