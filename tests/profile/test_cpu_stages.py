@@ -32,6 +32,7 @@ def test_the_cpu_executor_shows_its_stages(name: str, dtype: str) -> None:
         assert tree_of_prompt.find(BLOCKS, "attention", module) is not None
     assert 0 <= prefill.gap_us < 0.9 * prefill.step_us
     assert (decode.source, decode.steps, decode.work.screened) == ("stamps", 4, dtype == "fp32")
+    assert prefill.work.screened is decode.work.screened
     layers = session.config.n_layer
     assert len(decode.kernels) == 2 * (1 + 5 * layers + 2)
     awaited = [row for row in decode.kernels if row.name.endswith("others awaited")]

@@ -233,6 +233,15 @@ def test_an_engine_that_fails_ends_the_job_and_not_the_lines(
     assert generate(prompts, tmp_path / "out.jsonl", params=PARAMS, **ENGINE).good == 50
 
 
+def test_a_command_that_answers_no_line_fails(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("Once upon a time\nA frog\n")
+    command = [sys.executable, "-m", "warpline", "batch", str(path), str(tmp_path / "out.jsonl"), "--model", MODEL]
+    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "2 lines could not be answered" in done.stderr
+
+
 def test_a_killed_command_goes_on(tmp_path: Path) -> None:
     """SIGKILL, then the same command: the result is as without an interruption."""
     path = written(tmp_path / "in.jsonl", [{"prompt": f"number {i}"} for i in range(600)])

@@ -159,7 +159,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found = []
     peer = yardsticks(rows)[1]
     if peer is not None and len(timed) > 1:
-        found.append(f"× peer: against {peer['method']}, the fastest that is not ours.")
+        found.append(f"× peer: against {peer['method']}, the fastest of the others in this dtype, whole generations.")
     if any(row.get("percent_of_limit", 0) > 100 for row in timed):
         caches = {row.get("cache_mb") for row in timed}
         held = ", ".join(f"{size:,.0f} MB" for size in sorted(filter(None, caches)))

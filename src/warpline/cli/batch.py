@@ -83,3 +83,5 @@ def batch(
     typer.echo(f"{done.good:,} texts with {done.tokens:,} tokens in {done.out} ({done.seconds:.1f} s)", err=True)
     if done.errors is not None:
         typer.echo(f"{done.bad:,} lines could not be answered: {done.errors} says why", err=True)
+        if done.good == 0:
+            raise typer.Exit(1)

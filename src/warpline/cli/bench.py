@@ -69,6 +69,8 @@ def bench(
     """Measure ways to generate text side by side. All have the same weights. If output is piped, its last line is a
     JSON object."""
     if words and words[0] == "compare":
+        if csv or md or html or charts or save:
+            raise ConfigError("compare prints a table, or an object with --json; it writes no files")
         _compare(words[1:], as_json)
         return
     methods = chosen(method, METHODS, "method")
@@ -78,9 +80,7 @@ def bench(
     dtypes = chosen(",".join(map(our_name, listed(dtype))), WEIGHT_BYTES, "dtype")
     if (charts or html) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--html and --charts draw with matplotlib: pip install 'warpline[plot]'")
-    for path in filter(None, (csv, md, html)):  # an error now, not after all measurements
-        if not path.parent.is_dir():
-            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    _check_outputs([path for path in (csv, md, html) if path], [path for path in (charts, save) if path])
 
     import torch
 
@@ -110,6 +110,20 @@ def bench(
         typer.echo(json.dumps({"rows": rows} if as_json else _summary(rows)))
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _check_outputs(files: list[Path], folders: list[Path]) -> None:
+    """Raise an error now, not after all measurements, if results cannot be written there."""
+    for path in files:
+        if not path.parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise ConfigError(f"cannot write {path}: it is a folder")
+    for path in folders:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write into {path}: {error.strerror or error}") from error
 
 
 def _int8(methods: list[str], dtypes: list[str], usual: str) -> tuple[list[str], list[str]]:
@@ -245,5 +259,6 @@ def _print_case(rows: list[dict[str, Any]]) -> None:
 def _numbers(name: str, text: str | None) -> list[int]:
     parts = listed(text)
     if not all(part.isdecimal() for part in parts):
+        name = {"new": "new-tokens", "prompt": "prompt-tokens"}.get(name, name)
         raise ConfigError(f"--{name} takes whole numbers, separated by commas, not '{text}'")
     return [int(part) for part in parts]

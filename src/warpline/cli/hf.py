@@ -18,7 +18,7 @@ def hf(
     model: Annotated[str, typer.Argument(help="As for generate: a name, a folder, a hub id, random:gpt2.")],
     dtype: Dtype = "auto",
     device: Device = "auto",
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Sequences side by side.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences side by side.")] = 1,
     prompt: Annotated[int, typer.Option(PROMPT_TOKENS, "--prompt", help="Tokens of the prompt.")] = 16,
     new: Annotated[int, typer.Option(NEW_TOKENS, "--new", help="Tokens to generate.")] = 100,
     fast_math: Annotated[bool, typer.Option(help="GELU with the GPU's approximate tanh.")] = False,

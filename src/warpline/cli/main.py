@@ -37,7 +37,7 @@ BAD_INPUT, CLOSED_PIPE = 2, 141
 _COMPLETION = "_WARPLINE_COMPLETE"
 
 app = typer.Typer(
-    help="GPT-2 inference at the speed of memory, and the instruments that prove it.",
+    help="Fast GPT-2 inference on GPUs and CPUs, and the instruments that measure it.",
     no_args_is_help=True,
     rich_markup_mode=None,  # panels show a flag's type and leave little room for text at 80 columns
     pretty_exceptions_enable=False,

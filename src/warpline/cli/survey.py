@@ -24,6 +24,8 @@ EXTRAS = {
     "hf": "patching transformers",
     "plot": "charts",
     "serve": "the server and chat",
+    "parquet": "tables of prompts",
+    "ray": "replicas",
     "peers": "others to measure against",
 }
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*;.*\bextra == ['\"](?P<extra>[\w-]+)['\"]")

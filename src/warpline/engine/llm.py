@@ -284,10 +284,9 @@ class LLM:
                 raise job.error
 
     def _followed(self, prompt: Prompt, params: SamplingParams | None) -> tuple[Job, Text, str | None]:
-        params = params or SamplingParams()
-        if params.n != 1:
+        (given, request), *others = self._requests([prompt], spread(params, 1))
+        if others:
             raise ConfigError("this gives one completion: use generate for n > 1")
-        ((given, request),) = self._requests([prompt], [params])
         job = Job(request, followed=True, timings=Timings(self.config, self.dtype, self.kv_dtype))
         return job, self._watch(job), given
 

@@ -40,6 +40,8 @@ def spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int)
     """Return settings for `count` prompts, from one for all of them or one for each."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(its, SamplingParams) for its in params):
+        raise ConfigError(f"params must be SamplingParams, or a list of them, not {params!r:.60}")
     if len(params) != count:
         raise ConfigError(f"{count} prompts came with {len(params)} SamplingParams: give one, or one for each")
     return list(params)

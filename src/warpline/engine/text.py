@@ -108,7 +108,7 @@ class Completion:
     seed: int
     #: Which of the prompt's n completions this is.
     index: int
-    timings: Timings
+    timings: Timings = field(repr=False)
     given: str | None = field(repr=False)  # the prompt's text; None if token ids were given
     given_ids: np.ndarray = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)

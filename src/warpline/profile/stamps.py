@@ -57,6 +57,7 @@ def prefill_phase(stamped: StampedPrompts, plain_us: float | None, work: Work) -
             path = stamp_path(*moment, apart=True)
             means[path] = means.get(path, 0.0) + us
     calls, runs, plain_us = len(stamped.calls), stamped.us, plain_us or statistics.median(stamped.us)
+    work = replace(work, screened=stamped.screened)
     return stamped_phase("prefill", means, calls, len(runs), runs, plain_us, work, track="host")
 
 

@@ -85,6 +85,7 @@ class StampedPrompts(NamedTuple):
 
     us: list[float]  # of each pass
     calls: list[tuple[Tensor, list[StampName]]]  # of the median pass: nanoseconds [thread, 1 + moment] of each call
+    screened: bool  # whether codes of the LM head were read instead of the head
 
 
 class Counts(NamedTuple):

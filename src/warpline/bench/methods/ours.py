@@ -298,7 +298,11 @@ class OnCpu(OnExecutor):
                 self.generate(prompts, 1)
                 found.append((1e6 * (time.perf_counter() - begun), calls))
         _, median = sorted(found, key=lambda run: run[0])[runs // 2]
-        return StampedPrompts([us for us, _ in found], [(torch.from_numpy(clocks), names) for clocks, names in median])
+        slots, lanes = self._prompted(prompts, 1)
+        screened = self._executor.screens(slots, lanes)
+        self._release(slots, lanes)
+        stamps = [(torch.from_numpy(clocks), names) for clocks, names in median]
+        return StampedPrompts([us for us, _ in found], stamps, screened)
 
 
 class OnCpuInt8(InInt8, OnCpu):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -84,6 +85,12 @@ class Build:
         with progress("Compiling for this CPU (once)"), compiler:
             code, said = compiler.communicate()
         if compiler.returncode != 0:
-            reason = said.decode(errors="replace").strip().splitlines()[-1:] or ["no reason given"]
-            raise KernelError(f"compiling for this CPU failed ({reason[0]}): use --executor torch")
+            raise KernelError(f"compiling for this CPU failed ({_reason(said)}): use --executor torch")
         return code
+
+
+def _reason(said: bytes) -> str:
+    """Return the line of a traceback that names the error; numba's go on after it, in colours."""
+    lines = re.sub(r"\x1b\[\d*m", "", said.decode(errors="replace")).strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (named or lines or ["no reason given"])[-1].strip()
