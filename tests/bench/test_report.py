@@ -22,9 +22,12 @@ def test_report(rows: list[dict[str, Any]]) -> None:
     assert "| naive |" in text
     assert "static-kv-graph (missing: runs on cuda only)" in text
     assert text.count("**decode") == 2
-    first, second = (dict(zip(report.TITLES, line, strict=True)) for line in report.table(rows[:2]))
-    assert first["× naive"] == ""  # the baseline is not compared with itself
-    assert second["× naive"] == f"{rows[0]['seconds'] / rows[1]['seconds']:.2f}×"
+    timed = [row | {"tokens_per_second": rate} for row, rate in zip(rows[:2], (40.0, 90.0), strict=True)]
+    for workload, ratio in (("decode", 90 / 40), ("reference", rows[0]["seconds"] / rows[1]["seconds"])):
+        table = report.table([row | {"workload": workload} for row in timed])
+        first, second = (dict(zip(report.TITLES, line, strict=True)) for line in table)
+        assert first["× naive"] == ""  # the baseline is not compared with itself
+        assert second["× naive"] == f"{ratio:.2f}×"  # of decoding as the column tok/s is, without the prompt's time
     assert report.as_csv(rows).count("\n") == len(rows) + 1
 
 

@@ -83,9 +83,9 @@ def losses(rows: Sequence[Row]) -> list[str]:
                 continue
             name = (group[0]["workload"], group[0]["model"], stored)
             cases[name] = cases.get(name, 0) + 1
-            best, own = (min(some, key=lambda row: row["seconds"]) for some in (others, called))
-            if best["seconds"] < own["seconds"]:
-                behind.setdefault(name, []).append((own["seconds"] / best["seconds"], best["method"], own["method"]))
+            best, own = (min(some, key=_taken) for some in (others, called))
+            if _taken(best) < _taken(own):
+                behind.setdefault(name, []).append((_taken(own) / _taken(best), best["method"], own["method"]))
     lines = []
     for (workload, model, dtype), found in behind.items():
         found.sort()
@@ -140,7 +140,7 @@ def cells(row: Row, naive: Row | None = None, peer: Row | None = None) -> tuple[
         _optional(row, "requests_per_second", ",.2f"),
         f"{row['padded_batch']} padded" if "padded_batch" in row else _optional(row, "mean_lanes", ",.1f"),
         f"{100 * row['idle_share']:.1f} %" if "idle_share" in row else "",
-        *("" if one is None or one is row else f"{one['seconds'] / row['seconds']:.2f}×" for one in (naive, peer)),
+        *("" if one is None or one is row else f"{_taken(one) / _taken(row):.2f}×" for one in (naive, peer)),
         _optional(row, "us_per_token", ",.1f"),
         _optional(row, "gb_s", ",.1f"),
         _optional(row, "percent_of_limit", ".1f") + ("*" if beyond else ""),
@@ -159,7 +159,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found = []
     peer = yardsticks(rows)[1]
     if peer is not None and len(timed) > 1:
-        found.append(f"× peer: against {peer['method']}, the fastest of the others in this dtype, whole generations.")
+        found.append(f"× peer: against {peer['method']}, the fastest of the others with weights in this dtype.")
     if any(row.get("percent_of_limit", 0) > 100 for row in timed):
         caches = {row.get("cache_mb") for row in timed}
         held = ", ".join(f"{size:,.0f} MB" for size in sorted(filter(None, caches)))
@@ -182,7 +182,15 @@ def yardsticks(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
     weights; each may be None."""
     measured = {row["method"]: row for row in rows if row["status"] == "ok" and "seconds" in row}
     peers = [row for name, row in measured.items() if name not in (*OURS, *INT8, *INT8_KV, *NAIVE)]
-    return measured.get(BASELINE), min(peers, key=lambda row: row["seconds"], default=None)
+    return measured.get(BASELINE), min(peers, key=_taken, default=None)
+
+
+def _taken(row: Row) -> float:
+    """Return what methods are compared by: seconds of a whole generation, or of a token where the prompt's time is left
+    out."""
+    if row["workload"] != "decode":
+        return float(row["seconds"])
+    return float(1 / (row.get("tokens_per_second") or row["batch"] * row["new"] / row["seconds"]))
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -140,15 +140,19 @@ def _show(rows: list[dict[str, Any]], as_json: bool, picture: Path | None) -> No
     if as_json:
         typer.echo(json.dumps({"rows": rows}))
         return
-    show(report.TITLES, [report.line(row) for row in rows], least=report.LEAST)
-    for line in report.failures(rows):
-        say(f"failed: {line}")
-    say(report.summary(rows))
+    for gpu in dict.fromkeys(row["gpu"] for row in rows):
+        its = [row for row in rows if row["gpu"] == gpu]
+        typer.echo(gpu)
+        show(report.TITLES, [report.line(row) for row in its], least=report.LEAST, prose="best")
+        for line in report.failures(its):
+            say(f"failed: {line}")
+        say(report.summary(its))
 
 
 def _list(found: list[Case], minutes: float, as_json: bool) -> None:
     """Print the candidates of a sweep, compiled, and those that the compiler's report rules out."""
     from warpline.progress import progress
+    from warpline.tune import report
     from warpline.tune.sweep import listed
 
     with progress("Compiling", len(found)) as advance:
@@ -157,11 +161,12 @@ def _list(found: list[Case], minutes: float, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"arch": found[0].arch if found else None, "cases": lists, "note": needs}))
         return
-    show(("kernel", "dtype", "shape", "default", "candidates", "pruned", "left out", "why pruned"), [
+    show(("kernel", "dtype", "shape", "launches", "default", "candidates", "pruned", "left out", "why pruned"), [
         (
             row["kernel"],
             row["dtype"],
             "×".join(map(str, row["dims"].values())),
+            report.launches(row),
             " ".join(map(str, row["default"].values())),
             str(len(row["candidates"])),
             str(sum(row["pruned"].values())),

@@ -101,7 +101,7 @@ def line(row: Row) -> tuple[str, ...]:
         row["kernel"],
         row["dtype"],
         "×".join(map(str, row["dims"].values())),
-        "overlapping" if row.get("overlapping") else "alone",
+        launches(row),
         " ".join(map(str, row["default"].values())),
         us[0],
         changes(row),
@@ -112,6 +112,11 @@ def line(row: Row) -> tuple[str, ...]:
         str(sum(row["pruned"].values())),
         str(row["left_out"]),
     )
+
+
+def launches(row: Row) -> str:
+    """Return how a case is launched."""
+    return "overlapping" if row.get("overlapping") else "alone"
 
 
 def changes(row: Row) -> str:

@@ -238,6 +238,7 @@ def listed(cases: Sequence[Case], minutes: float, advance: Callable[[float], Non
                     "kernel": case.spec.name,
                     "dtype": case.dtype,
                     "dims": dict(case.dims),
+                    "overlapping": case.overlapping,
                     "default": case.tunables(case.default),
                     "candidates": [case.tunables(values) for values, why in faults.items() if why is None],
                     "pruned": dict(Counter(why for why in faults.values() if why is not None)),
