@@ -67,6 +67,9 @@ def drawn(shown: list[tuple[float, list[str]]]) -> str:
         parts.append(f"@keyframes f{i} {{ {before}{begin:.3f}% {{ visibility: visible }} {hidden} }}")
         parts.append(f"#f{i} {{ animation-name: f{i}; }}")
         at += seconds
+    # Without animation the last frame is shown.
+    parts.append(f"#f{len(shown) - 1} {{ visibility: visible; }}")
+    parts.append("@media (prefers-reduced-motion: reduce) { g { animation: none; } }")
     parts.append(f'</style><rect width="{width:.0f}" height="{height}" rx="8" fill="#0f172a"/>')
     for i, (_, lines) in enumerate(shown):
         parts.append(f'<g id="f{i}">')
