@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
@@ -52,6 +52,11 @@ def _document(title: str, height: int, parts: list[str]) -> str:
     return f"{head}\n{body}\n</svg>\n"
 
 
+def _legend(y: int, entries: Sequence[tuple[int, str, str]]) -> list[str]:
+    """Return what the kinds of boxes mean: where each entry begins, its kind, its words."""
+    return [part for x, kind, words in entries for part in (_rect(x, y, 18, 14, kind), _text(x + 26, y + 12, words))]
+
+
 def why() -> str:
     """One token as many kernels, and as a part of one launch."""
     left, parts = 16, [_text(16, 26, "A kernel for each operation", "strong")]
@@ -75,8 +80,7 @@ def why() -> str:
         (290, "work", "computing"),
         (410, "idle", "memory idle"),
     )
-    for at, kind, words in legend:
-        parts += [_rect(at, 268, 18, 14, kind), _text(at + 26, 280, words)]
+    parts += _legend(268, legend)
     parts.append(_text(WIDTH - 16, 280, "a drawing, not to scale", "note", "end"))
     return _document("Why one launch for many tokens is faster than a kernel for each operation", 296, parts)
 
@@ -150,8 +154,7 @@ def layer() -> str:
         (226, "idle", "asking for words of others"),
         (436, "work", "computing, then posting"),
     )
-    for at, kind, words in legend:
-        parts += [_rect(at, 254, 18, 14, kind), _text(at + 26, 266, words)]
+    parts += _legend(254, legend)
     parts.append(_text(WIDTH - 16, 266, "not to scale", "note", "end"))
     return _document("A layer of the persistent decode kernel on a timeline", 282, parts)
 

@@ -90,15 +90,15 @@ def _rounding(count: int) -> Number:
 @njit(**FINITE_OR_NOT)
 def _weights(
     scores: np.ndarray, errors: np.ndarray, norms: np.ndarray, length: Number, rest: Number, marks: np.ndarray,
-    inverse_temperature: Number, bar: Number, shift: Number, sign: Number,
+    inverse_temperature: Number, drawn: int, sign: Number,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """Return the most that outputs above a bar can weigh, and a bound for the others: from below if `sign` is -1, from
-    above if it is 1. Scores of marked outputs are exact."""
-    above, others = np.float32(0), np.float32(0)
+    """Return the most that outputs above the drawn one can weigh, in units of its weight, and a bound for the others:
+    from below if `sign` is -1, from above if it is 1. Scores of marked outputs are exact."""
+    bar, above, others = scores[drawn] * inverse_temperature, np.float32(0), np.float32(0)
     for i in range(len(scores)):
         off = _off(scores[i], errors[i], norms[i], length, rest) if marks[i] == 0 else np.float32(0)
         is_above = (scores[i] + off) * inverse_temperature > bar and (sign < 0 or marks[i] != 0)
-        weight = exp((scores[i] + (off if is_above else sign * off)) * inverse_temperature - shift)
+        weight = exp((scores[i] + (off if is_above else sign * off)) * inverse_temperature - bar)
         above += weight if is_above else np.float32(0)
         others += np.float32(0) if is_above else weight
     return above, others
@@ -110,10 +110,8 @@ def is_within(
     inverse_temperature: Number, drawn: int, top_p: Number,
 ) -> bool:  # fmt: skip
     """Whether top-p certainly keeps a token whose logit is known. Outputs whose logit is known are marked."""
-    bar, e = scores[drawn] * inverse_temperature, _rounding(len(scores))
-    above, others = _weights(
-        scores, errors, norms, length, rest, marks, inverse_temperature, bar, bar, np.float32(-1)
-    )  # fmt: skip
+    sign, e = np.float32(-1), _rounding(len(scores))
+    above, others = _weights(scores, errors, norms, length, rest, marks, inverse_temperature, drawn, sign)
     return above * ((1 + e) - top_p * (1 - e)) < top_p * (1 - e) * others
 
 
@@ -123,10 +121,8 @@ def is_beyond(
     inverse_temperature: Number, drawn: int, top_p: Number,
 ) -> bool:  # fmt: skip
     """Whether top-p certainly excludes a token. Requires: all outputs that may be above it are marked."""
-    bar, e = scores[drawn] * inverse_temperature, _rounding(len(scores))
-    above, others = _weights(
-        scores, errors, norms, length, rest, marks, inverse_temperature, bar, bar, np.float32(1)
-    )  # fmt: skip
+    sign, e = np.float32(1), _rounding(len(scores))
+    above, others = _weights(scores, errors, norms, length, rest, marks, inverse_temperature, drawn, sign)
     return above * ((1 - e) - top_p * (1 + e)) > top_p * (1 + e) * others
 
 
